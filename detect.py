@@ -12,13 +12,15 @@ or `detect.run(weights="best.pt", source="photos")`, which writes the files of t
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from functools import partial
+from hashlib import sha256
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
@@ -27,40 +29,49 @@ import cv2
 import numpy as np
 import torch
 import yaml
+from accelerate import PartialState
+from filelock import FileLock
 
 from data.dataset import Item
 from data.labels import label_name
 from data.media import Frame, Media, MediaItem, find_media, prefetch
 from models.tasks.contract import Prediction
 from predictor import Predictor
+from utils.batch import CocoImage
 from utils.config.flags import DetectOptions
 from utils.config.parser import given_flags
+from utils.config.resume import PROGRESS, resumed_detection
 from utils.console import Bar, log
 from utils.distributed.failure import run_main
+from utils.distributed.launch import connect, spawn
+from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, plural, public
 from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_text
 from utils.plots.drawing import Style, write_picture
 from utils.python_api import call
-from utils.summary import StageTimer, log_times
+from utils.summary import RESULT, StageTimer, log_times
+
+Pair = tuple[Frame, list[Item]]  # a picture or frame, and its items for the model: itself, or windows of it
 
 
 def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Detect with flags by name; return what `run` does. Raises `UserError` if nothing could be read."""
-    options = DetectOptions(**flags)
-    if not any(options.source):
-        raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
-    items = dict.fromkeys(item for source in options.source for item in find_media(source))
-    media = Media(list(items), options.vid_stride)
-    predictor = Predictor(flags=flags)
-    frames = ((frame, predictor.items(frame.image, public(frame.item.name))) for frame in media)
-    kinds = {item.kind for item in media.items}
-    grouped = groups(frames if "live" in kinds else prefetch(frames), options.batch_size)
-    bar = Bar("detecting", len(media.items) if kinds == {"picture"} else 0, visible=True)
+    """Detect as one of the processes; return what `run` does. Raises `UserError` if nothing could be read."""
+    options, device = DetectOptions(**flags), {}
+    if world_size() > 1:
+        is_cpu = connect(options.device, 1e6) == "cpu"  # seconds by which one may work longer than another
+        device = {"device": "cpu" if is_cpu else str(PartialState().device)}
+    items = broadcast_from_main(lambda: find_items(options))
+    kinds = {item.kind for item in items}
+    predictor = Predictor(flags={**flags, **device})
     wait = partial(torch.accelerator.synchronize, predictor.device)
     timer = StageTimer(wait if predictor.device.type != "cpu" else lambda: None)
-    frames_done = 0
-    with closing(Output(media, options)) as output:
-        for group in bar.iterate(grouped, len):
+    with closing(Output(items, flags, predictor)) as output:
+        pending = [output.blocks[number] for number in reversed(output.pending)]
+        pairs = ((frame, predictor.items(frame.image, public(frame.item.name))) for media in pending for frame in media)
+        grouped = groups(pairs if "live" in kinds else prefetch(pairs), options.batch_size, output.block_of)
+        bar = Bar("detecting", len(items) if kinds == {"picture"} else 0, log.is_main, output.done_images)
+        for group in bar.iterate(grouped, lambda group: len(group) * world_size()):
+            output.finish_before(output.block_of(group[0][0]))
             batch = predictor.data.collate([item for _, items in group for item in items])
             if not timer.batches:
                 predictor.predict_batch(batch, timer)  # a warm-up, which the timer does not count
@@ -69,45 +80,92 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
             milliseconds = 1000 * (time.perf_counter() - started_at) / len(group)
             for (frame, _), prediction in zip(group, predictions, strict=True):
                 output.write(frame, prediction)
-                if not options.quiet:
+                if not options.quiet and world_size() == 1:  # of several processes only one prints
                     log(f"{frame.title}: {prediction.describe()}, {milliseconds:.1f} ms")
-            frames_done += len(group)
-    if not frames_done:
-        raise UserError("; ".join(media.problems))
-    log(*(f"warning: {problem}" for problem in media.problems))
+        output.finish_before(len(output.blocks))
+        result = broadcast_from_main(partial(output.complete, Collectives().gather([output.journal])))
+    folder, problems = result["folder"], result["problems"]
+    log(*(f"warning: {problem}" for problem in problems))
     log_times([(timer.images, timer.seconds)], always=not options.quiet)
-    folder = str(output.folder) if output.folder.is_dir() else None
-    problems = f"; {plural(len(media.problems), 'problem')}, see the warnings" if media.problems else ""
-    log(f"{plural(frames_done, 'image')}{f'; results in {folder}' if folder else ''}{problems}")
-    return {"folder": folder, "images": frames_done, "problems": media.problems}
+    ending = f"; {plural(len(problems), 'problem')}, see the warnings" if problems else ""
+    log(f"{plural(result['images'], 'image')}{f'; results in {folder}' if folder else ''}{ending}")
+    return result
 
 
-def groups(frames: Iterable[tuple[Frame, list[Item]]], max_frames: int) -> Iterator[list[tuple[Frame, list[Item]]]]:
-    """Iterate over groups of at most `most` successive frames whose items have one shape."""
-    for _, same_shape in groupby(frames, key=lambda pair: pair[1][0][0].shape):
-        while group := list(islice(same_shape, max_frames)):  # a full one at once: a camera's next frame comes later
+def find_items(options: DetectOptions) -> list[MediaItem]:
+    """Return the pictures, videos and streams of --source, each once. Raises `UserError`."""
+    if not any(options.source):
+        raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
+    items = list(dict.fromkeys(item for source in options.source for item in find_media(source)))
+    films = [item.name for item in items if item.kind != "picture"] or ["--view-img"] * options.view_img
+    if films and (world_size() > 1 or (options.save_json and films != ["--view-img"])):
+        raise UserError(f"{films[0]} needs one process and no --save-json; leave them out, or give only pictures")
+    return items
+
+
+def groups(frames: Iterable[Pair], size: int, block_of: Callable[[Frame], int] = lambda _: 0) -> Iterator[list[Pair]]:
+    """Iterate over groups of at most `size` successive frames of a block, whose items have one shape."""
+    for _, same_shape in groupby(frames, key=lambda pair: (block_of(pair[0]), pair[1][0][0].shape)):
+        while group := list(islice(same_shape, size)):  # a full one at once: a camera's next frame comes later
             yield group
 
 
 class Output:
     """The run folder with the files that the flags request, and the window of --view-img."""
 
-    def __init__(self, media: Media, options: DetectOptions) -> None:
-        self.options, self.window, self.problems = options, options.view_img, media.problems
-        names = [item.name for item in media.items]
-        self.is_new = not (options.exist_ok and os.path.exists(Path(options.project, options.name)))
-        inputs = chain(options.source, names, map(label_name, names))
-        self.folder = numbered_folder(Path(options.project), options.name, options.exist_ok, inputs)
-        self.lock = lock_folder(self.folder)
-        if not (self.folder / SETTINGS_FILE).exists():  # by which a data set and --exist-ok know a run folder
-            settings = yaml.safe_dump(vars(options), sort_keys=False)
-            write_text(self.folder / SETTINGS_FILE, public(settings, sys.maxsize))
-        self.stems = dict(zip(media.items, unique_stems(map(public, names)), strict=True))
+    def __init__(self, items: Sequence[MediaItem], flags: Mapping[str, Any], predictor: Predictor) -> None:
+        options = self.options = DetectOptions(**flags)
+        self.names, self.window = predictor.names, options.view_img
+        self.numbers = {item: number for number, item in enumerate(items)}
+        self.stems = dict(zip(items, unique_stems(public(item.name) for item in items), strict=True))
+        self.taken_stems = {*self.stems.values()}
+        # A result's last bits depend on its batch, so none has images of two blocks, and blocks are dealt out whole.
+        are_pictures = all(item.kind == "picture" for item in items)
+        self.block_size = options.batch_size if are_pictures else len(items)
+        self.block_of: Callable[[Frame], int] = lambda frame: self.numbers[frame.item] // self.block_size
+        starts = range(0, len(items), self.block_size)
+        self.blocks = [Media([*items[start : start + self.block_size]], options.vid_stride) for start in starts]
+        has_boxes = "save_json" not in (predictor.task.prediction or Prediction).refused()
+        self.lists_images = has_boxes and (options.save_txt or options.save_json)
+        self.lock: FileLock | None = None  # of the main process
+        self.folder, finished = broadcast_from_main(lambda: self._open(flags))
+        self.pending = Collectives().shard([k for k in range(len(self.blocks)) if k not in finished])[::-1]
+        self.done_images = min(len(finished) * self.block_size, len(items))
+        self.journal = self.folder / PROGRESS / f"{os.getpid()}-{time.time_ns()}.jsonl"
         self.style = Style(options.line_thickness, not options.hide_labels, not options.hide_conf)
-        self.failed: dict[MediaItem | None, str] = {}  # the first problem of writing for each source
+        self.failed: dict[MediaItem | None, str] = {}  # the first problem of writing for each source of a block
         self.item: MediaItem | None = None  # the video that is being written
         self.video, self.video_file = cv2.VideoWriter(), Path()  # closed
-        self.rows: list[tuple[str, str, str]] | None = None  # of predictions.csv; None before the first frame
+        # The block's frames: number of the item, height and width, rows of predictions.csv, boxes and masks for COCO.
+        self.frames: list[tuple[int, Any, list[Any], list[Any], list[Any]]] = []
+        self.unlisted_frames = 0  # of videos and streams
+
+    def _open(self, flags: Mapping[str, Any]) -> tuple[Path, set[int]]:
+        """Make the run folder, or take that of --resume, and lock it; return it and its finished blocks."""
+        options, names = self.options, [item.name for item in self.stems]
+        digest = sha256(json.dumps(names).encode()).hexdigest()
+        if self.lists_images:
+            from utils.coco import annotated_ids, default_ids  # most runs do not need it
+
+            paths, file = [*map(Path, map(os.path.abspath, names))], options.annotations
+            by_stem = [Path(f"{stem}.jpg") for stem in self.stems.values()]
+            self.ids = annotated_ids(Path(file), self.names, paths) if file else default_ids(self.names, by_stem)
+            if missing := self.ids.images.count(None):
+                log(f"warning: {file} lacks {missing} of the images; predictions.json and images.json exclude them")
+        self.is_new = not (options.exist_ok and (options.resume or os.path.exists(Path(options.project, options.name))))
+        inputs = chain(options.source, names, map(label_name, names))
+        folder = Path(options.resume or numbered_folder(Path(options.project), options.name, options.exist_ok, inputs))
+        self.lock, start = lock_folder(folder), folder / PROGRESS / SETTINGS_FILE
+        if not options.resume:
+            shutil.rmtree(start.parent, ignore_errors=True)  # of an unfinished run
+            write_text(start, public(yaml.safe_dump({**flags, "items": digest}), sys.maxsize))
+        elif digest not in start.read_text():
+            raise UserError(f"--source does not have the files with which {folder} was started; start a new run")
+        if not (folder / SETTINGS_FILE).exists():  # by which a data set and --exist-ok know a run folder
+            settings = yaml.safe_dump(vars(options), sort_keys=False)
+            write_text(folder / SETTINGS_FILE, public(settings, sys.maxsize))
+        self.records = read_journals(start.parent.glob("*.jsonl"))
+        return folder, {*self.records}
 
     def write(self, frame: Frame, prediction: Prediction) -> None:
         """Write and show the predictions of a frame; files of a video's frame end with its number, from 1."""
@@ -118,14 +176,19 @@ class Output:
         if options.save_txt and (rows := prediction.label_rows(options.save_conf, options.save_format == 1)):
             text = "".join(f"{row}\n" for row in rows)
             self._write(frame.item, write_text, self.folder / "labels" / f"{stem}.txt", text)
-        if options.save_csv:
-            name = Path(public(frame.title)).name if is_picture else public(frame.title)
-            self.rows = self.rows or []
-            self.rows += [(name, label, f"{score:.4f}") for label, score in prediction.items]
+        name = Path(public(frame.title)).name if is_picture else public(frame.title)
+        cells = [(name, label, f"{score:.4f}") for label, score in prediction.items] if options.save_csv else []
+        found = prediction.coco_rows() if options.save_json else CocoImage(0, "", np.zeros(0))
+        if is_picture or options.save_csv:
+            size, rows = frame.image.shape[:2], found.rows.tolist()
+            self.frames.append((self.numbers[frame.item], size, cells, rows, [*found.masks]))
+        else:
+            self.unlisted_frames += 1  # a stream may have any number
         for number, (label, crop) in enumerate(prediction.crops(frame.image) if options.save_crop else (), 1):
             safe = label.replace("/", "_").replace("\0", "_")
             safe = "_" if safe in ("", ".", "..") else safe
             suffix = "" if number == 1 else f"-{number}"
+            suffix += "_" * (f"{stem}{suffix}" in self.taken_stems and number > 1)  # as of a second photo.jpg
             self._write(frame.item, write_picture, self.folder / "crops" / safe / f"{stem}{suffix}.jpg", crop)
 
     def _write(self, item: MediaItem | None, write: Callable[..., object], *arguments: Any) -> None:
@@ -167,23 +230,96 @@ class Output:
         if self.item and not cv2.VideoCapture(str(self.video_file)).isOpened():  # its index is written last
             self.failed.setdefault(self.item, f"{self.video_file} cannot be written; check the disk and OpenCV's mp4v")
 
+    def finish_before(self, end: int) -> None:
+        """Add a line for each of this process's blocks before number `end` to its journal. Raises `UserError`."""
+        while self.pending and self.pending[-1] < end:
+            self._end_video()
+            number, failed = self.pending.pop(), {self.numbers[item] for item in self.failed if item}
+            problems = [*self.blocks[number].problems, *dict.fromkeys(self.failed.values())]
+            frames = [(k, [] if k in failed else size, *rest) for k, size, *rest in self.frames]  # [] for no data set
+            self.frames, self.failed, self.item = [], {}, None
+            write_text(self.journal, f"\n{json.dumps([number, frames, problems])}", append=True)  # after a cut line
+
+    def complete(self, journals: Sequence[Path]) -> dict[str, Any]:
+        """Write the tables from all journals and close the folder; return what `run` does. Raises `UserError`."""
+        self.records |= read_journals(journals)
+        if missing := len(self.blocks) - len(self.records):
+            raise UserError(f"{self.folder} lacks {plural(missing, 'batch')}: its machines do not share --project")
+        images, problems = self._write_tables()
+        shutil.rmtree(self.folder / PROGRESS, ignore_errors=True)
+        self.close()
+        if not images:
+            raise UserError("; ".join(problems))
+        return {"folder": str(self.folder) if self.folder.is_dir() else None, "images": images, "problems": problems}
+
+    def _write_tables(self) -> tuple[int, list[str]]:
+        """Write predictions.csv, predictions.json and images.json; return the number of images, and all problems."""
+        options, records, files = self.options, [self.records[number] for number in sorted(self.records)], {}
+        frames = [frame for frames, _ in records for frame in frames] + self.frames
+        if options.save_csv and frames:
+            listed = chain.from_iterable(frame[2] for frame in frames)
+            files["predictions.csv"] = csv_text(("Image Name", "Prediction", "Confidence"), listed)
+        if self.lists_images and frames:
+            from utils.coco import results
+
+            found = [CocoImage(number, "", np.array(boxes), masks) for number, _, _, boxes, masks in frames if boxes]
+            files |= {"predictions.json": json.dumps(results(found, self.ids))} if options.save_json else {}
+            items, ids = [*self.stems], self.ids
+            classes = [{"id": k, "name": name} for k, name in zip(ids.categories, self.names.values(), strict=True)]
+            images = [
+                {"id": ids.images[k], "file_name": os.path.abspath(items[k].name), "height": size[0], "width": size[1]}
+                | {"label_file": f"labels/{self.stems[items[k]]}.txt"}
+                for k, size, *_ in frames
+                if size and ids.images[k] is not None and items[k].kind == "picture" and os.path.isfile(items[k].name)
+            ]
+            files["images.json"] = json.dumps({"categories": classes, "images": images, "annotations": []}, indent=1)
+        for name, text in files.items():
+            self._write(None, write_text, self.folder / name, text)
+        return len(frames) + self.unlisted_frames, [
+            *chain(*(problems for _, problems in records)),
+            *dict.fromkeys(self.failed.values()),
+        ]
+
     def close(self) -> None:
-        """Close the last video, and write predictions.csv if there were frames; remove a new folder without files."""
+        """End the last video; the main process writes the tables of an unfinished run, and unlocks the folder."""
         self._end_video()
-        if self.rows is not None:
-            text = csv_text(("Image Name", "Prediction", "Confidence"), self.rows)
-            self._write(None, write_text, self.folder / "predictions.csv", text)
-        self.problems += dict.fromkeys(self.failed.values())
+        if self.lock is None:
+            return
+        if (progress := self.folder / PROGRESS).is_dir():
+            self.records |= read_journals(progress.glob("*.jsonl"))
+            self._write_tables()
+        if any(item.kind == "live" for item in self.stems):
+            shutil.rmtree(progress, ignore_errors=True)
         self.lock.release()
+        self.lock = None
         files = (path.name for path in self.folder.rglob("*") if path.is_file())
         if self.is_new and {LOCK_FILE, SETTINGS_FILE}.issuperset(files):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def main() -> None:
-    """Detect from the command line."""
-    if detect(given_flags(DetectOptions, sys.argv[1:]))["problems"]:
+def read_journals(files: Iterable[Path]) -> dict[int, tuple[list[Any], list[str]]]:
+    """Return the frames and problems of finished blocks by number, without a line that a kill has cut."""
+    records = {}
+    for line in chain.from_iterable(file.read_text().split("\n") for file in files if file.is_file()):
+        with suppress(ValueError):
+            number, *records[number] = json.loads(line)
+    return records
+
+
+def detect_in_process(flags: Mapping[str, Any]) -> None:
+    """Detect as one of the processes; return the result to a call from Python, or exit with 1 for problems."""
+    result = detect(flags)
+    if file := os.environ.get(RESULT):
+        Path(file).write_text(json.dumps(result))
+    elif result["problems"]:
         raise Stopped(1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Detect from the command line, on as many processes as it says."""
+    flags = resumed_detection(given_flags(DetectOptions, sys.argv[1:] if argv is None else argv))
+    if not spawn(partial(detect_in_process, flags), flags.get("processes", 0), flags.get("device", "")):
+        detect_in_process(flags)
 
 
 def run(**flags: Any) -> dict[str, Any]:
@@ -192,7 +328,7 @@ def run(**flags: Any) -> dict[str, Any]:
     Returns the run's `folder`, None if nothing was written, the number of `images`, and `problems`: a message for each
     source that could not be read completely. Raises `UserError` if the command would end with another error.
     """
-    return call(lambda words: detect(given_flags(DetectOptions, words)), flags)
+    return call(main, flags)
 
 
 if __name__ == "__main__":

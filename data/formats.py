@@ -24,7 +24,7 @@ from data.polygons import join_outlines, mask_outline
 from data.records import read_records, table_columns
 from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
-from utils.files import read_regular, read_text, read_yaml
+from utils.files import IMAGES_FILE, read_regular, read_text, read_yaml
 
 MAX_MASK_PIXELS = 2**28
 VOC_LISTS = Path("ImageSets", "Main")
@@ -129,6 +129,8 @@ class AnnotatedImages:
 
 def find_annotated(location: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages | None:
     """Return the images that annotations describe, searched for in `folders` first, or None. Raises `UserError`."""
+    if detected := _detected(location):
+        location /= detected["train"]
     if is_coco(location) or has_records(location):
         return _coco_images(location, folders, names, split)
     if is_voc(location):
@@ -253,6 +255,8 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
     content = _contents(file, file_stamps([str(file)]))
     is_record, beside = hasattr(content, "files"), file / "_" if file.is_dir() else file
     filled = (folder_above for folder_above in beside.parents[:3] if is_record and _only_filled([folder_above]))
+    if is_run_folder(file.parent):  # a run of detect.py, whose images are anywhere
+        folders = [*folders, *{Path(image.file_name).parent for image in content.images}]
     folders = [beside.parent, *folders, *_coco_folders(beside, split), *islice(filled, 1)]
     categories = {category.name for category in content.categories}
     unknown = [name for name in names if name.strip() not in categories]
@@ -275,7 +279,28 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
         elif images.setdefault(path, name) != name:
             raise UserError(f"{file}: {path} is both '{images[path]}' and '{name}'; give each image a file of its own")
     problems += _missing_images(file, missing, images, parents)
+    if file.name == IMAGES_FILE:
+        label_files = {image.file_name: file.parent / image.label_file for image in content.images}
+        files = {path: str(label_files[name]) for path, name in images.items()}
+        return AnnotatedImages(file, [file, *map(Path, files.values())], tuple(names), files, _read_detected, problems)
     return AnnotatedImages(file, getattr(content, "files", [file]), tuple(names), images, _read_coco, problems)
+
+
+def _detected(folder: Path) -> dict[str, Any] | None:
+    """Return the data YAML of a run folder of detect.py: its label files, else its predictions.json."""
+    if not os.path.isfile(file := folder / IMAGES_FILE) or not is_run_folder(folder):
+        return None
+    names = [category.name for category in _contents(file, file_stamps([str(file)])).categories]  # by class, not by id
+    return {"train": IMAGES_FILE if (folder / "labels").is_dir() else "predictions.json", "names": names}
+
+
+def _read_detected(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
+    """Read label files of detect.py; an even count of numbers ends in the confidence, no file is background."""
+    rows = {}
+    for path, file in annotated.images.items():
+        words = map(str.split, read_text(file).splitlines() if os.path.isfile(file) else ())
+        rows[path] = ImageRows("\n".join(" ".join(row[: (len(row) - 1) | 1]) for row in words), None, file)
+    return rows
 
 
 def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -> dict[str, ImageRows]:
@@ -724,6 +749,7 @@ def _has_classes(folder: Path, min_count: int = 1) -> bool:
 
 # By precedence.
 LAYOUTS: dict[str, Find] = {
+    "labels by detect.py": _detected,
     "a data YAML": lambda folder: {} if data_yaml(folder) else None,  # of a folder inside
     "COCO's layout": _coco_layout,
     "VOC's layout": _voc_layout,

@@ -360,7 +360,7 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     if labels.size and abs(size[0] * labels.size[1] - size[1] * labels.size[0]) > max(*size, *labels.size):
         annotated = f"{labels.size[0]}x{labels.size[1]}"  # another aspect ratio, by more than the rounding of a pixel
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, but its annotation is for {annotated}; left out"])
-    if described:  # only label files have key points
+    if labels.ids:  # only label files have key points
         rules = replace(rules, keypoints=0, boxed=rules.outlines and not rules.by_points)
     rows, problems = parse_rows(labels.text, labels.origin, rules, labels.ids)
     if problems and not rows:  # it may have objects, so it is not background

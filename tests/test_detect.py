@@ -528,7 +528,9 @@ def test_nothing_of_the_user_is_replaced_or_removed(detector: Path, photo: Path,
     assert {name for name, content in contents(tmp_path).items() if before.get(name) != content} == own
     detect.run(source=photo, name="run", save_txt=True, **how)  # in place of the links
     changed = {name for name, content in contents(tmp_path).items() if before.get(name) != content}
-    assert changed == {"run/photo.png", "run/labels/photo.txt", "run/settings.yaml", *own}
+    assert (
+        changed == {f"run/{name}" for name in ("photo.png", "labels/photo.txt", "images.json", "settings.yaml")} | own
+    )
 
 
 def test_files_that_cannot_be_written_are_problems(

@@ -14,7 +14,7 @@ from msgspec.json import decode
 from utils.batch import CocoImage
 from utils.console import log, table
 from utils.errors import UserError, first_line, nearest, plural, quoted
-from utils.files import ROOT, csv_text, read_text, read_yaml
+from utils.files import IMAGES_FILE, ROOT, csv_text, read_text, read_yaml
 
 UNUSED_CATEGORY_IDS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # COCO's 80 classes use the other ids from 1 to 90
 # The metrics of faster-coco-eval, in its order: metric, IoU, area of the objects, maximum detections per image.
@@ -32,7 +32,8 @@ COCO_OUTPUTS = {"bbox": ("coco.csv", "COCO"), "segm": ("coco_masks.csv", "COCO, 
 
 SIDE = float | int | None
 CATEGORY = defstruct("Category", [("id", int), ("name", Any), ("supercategory", Any, None)])
-IMAGE = defstruct("Image", [("id", int | str), ("file_name", str, ""), ("width", SIDE, 0), ("height", SIDE, 0)])
+NAMES = [(name, str, "") for name in ("file_name", "label_file")]  # the latter only in `IMAGES_FILE`
+IMAGE: Any = defstruct("Image", [("id", int | str), *NAMES, ("width", SIDE, 0), ("height", SIDE, 0)])
 REFERENCE: list[Any] = [("image_id", int | str), ("category_id", int | None, None)]  # fields of any annotation
 OBJECT: list[Any] = [("id", Any, None), ("iscrowd", Any, 0), ("bbox", Any, None), ("segmentation", Raw, Raw())]
 
@@ -41,12 +42,16 @@ def read_coco(file: Path, objects: bool = False) -> Any:
     """Return an annotation file as an object with `categories`, `images` and `annotations`. Raises `UserError`.
 
     `objects` is whether annotations have boxes and outlines, which stay JSON, not only the ids of their images and
-    categories. Repeated entries of images and categories count once; an id with two meanings is an error.
+    categories. Repeated entries of images and categories count once; an id with two meanings is an error. Of
+    results by detect.py, images and categories are in `IMAGES_FILE` beside them.
     """
+    text, listed = read_text(file), file.parent / IMAGES_FILE
+    is_results = text.startswith("[") and listed.is_file()
     annotation: Any = defstruct("Annotation", REFERENCE + OBJECT if objects else REFERENCE, gc=objects)
     lists = {"categories": list[CATEGORY], "images": list[IMAGE], "annotations": list[annotation]}  # type: ignore[valid-type]
     try:  # the objects of json.load take eight times as much memory as the file
-        coco: Any = decode(read_text(file), type=defstruct("CocoFile", lists.items()))
+        coco: Any = decode(read_text(listed) if is_results else text, type=defstruct("CocoFile", lists.items()))
+        coco.annotations = decode(text, type=lists["annotations"]) if is_results else coco.annotations
     except (DecodeError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as COCO annotations ({error}); name another file") from None
     for category in coco.categories:
@@ -81,7 +86,9 @@ class CocoIds(NamedTuple):
 
 def default_ids(names: Mapping[int, str], paths: Sequence[Path]) -> CocoIds:
     """Return ids to use without annotations: the stems of the files, and COCO's ids or the numbers of the classes."""
-    images = tuple(int(path.stem) if path.stem.isascii() and path.stem.isdecimal() else path.stem for path in paths)
+    stems = [path.stem for path in paths]
+    images = tuple(int(stem) if stem.isascii() and stem.isdecimal() else stem for stem in stems)
+    images = images if len({*images}) == len({*stems}) else tuple(stems)  # 7.jpg and 07.jpg are two images
     if list(names.values()) == list(read_yaml(ROOT / "data" / "coco.yaml")["names"].values()):
         categories = tuple(number for number in range(1, 91) if number not in UNUSED_CATEGORY_IDS)
         return CocoIds(categories, images, "category ids are COCO's")

@@ -34,6 +34,7 @@ VERSION = "1.0.0"  # pyproject.toml reads it
 LOCK_FILE = ".lock"  # file in a run folder that a run writes to
 SETTINGS_FILE = "settings.yaml"  # file that every run folder has
 LOCK_TIMEOUT_SECONDS = 5.0  # loader processes of a killed run hold the lock a little longer
+IMAGES_FILE = "images.json"  # file of a run of detect.py that lists its images, see `utils.coco.image_list`
 PART_NAME = re.compile(r"\..+-[0-9a-f]+\.part")  # name of a file that is being written
 ILLEGAL_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f]')  # in file names of Linux, macOS or Windows
 SERVER_TIMEOUT_SECONDS = 20.0  # longest wait for data from the server
@@ -226,12 +227,14 @@ def write_bytes(path: Path, content: Any) -> None:
         file.write(content)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a new text file in place of a file or link, whose target stays. Raises `UserError`."""
+def write_text(path: Path, text: str, append: bool = False) -> None:
+    """Write a new text file in place of a file or link, whose target stays, or `append` to it. Raises `UserError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        if not append:
+            path.unlink(missing_ok=True)
+        with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
+            file.write(text)
     except OSError as error:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror}") from None
 

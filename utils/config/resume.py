@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from utils.checkpoint import STATES, Identity, Progress, StateFiles, explain_misfit
-from utils.config.flags import AUTO, NEWEST, TrainOptions, as_flag, flags_of, typed_values
+from utils.config.flags import AUTO, NEWEST, DetectOptions, TrainOptions, as_flag, flags_of, typed_values
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
 from utils.console import log
 from utils.distributed.ranks import world_size
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from utils.config.settings import Settings
     from utils.run import Run
 
+PROGRESS = "progress"  # folder in an unfinished run of detect.py: its flags, and a journal of each process
 # Maps a run's settings and the flags to the class of its hyperparameters.
 RecipeOf = Callable[[Mapping[str, Any], Mapping[str, Any]], type[Recipe]]
 
@@ -203,3 +204,18 @@ def log_changes(options: TrainOptions, saved: Mapping[str, Any], threads: int) -
             log(f"{as_flag(name)} is {now!r} and was {saved[name]!r}")
             if name == "epochs":
                 log(f"from here on the learning rate follows the schedule for {plural(value, 'epoch')}")
+
+
+def resumed_detection(flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the flags of the run of detect.py that --resume names; without it, `flags`. Raises `UserError`."""
+    if not (resume := flags.get("resume")):
+        return flags
+    pattern, base = f"{PROGRESS}/{SETTINGS_FILE}", Path(flags.get("project", DetectOptions.project))
+    files = base.glob(f"*/{pattern}") if resume == NEWEST else Path(os.path.abspath(resume)).glob(pattern)
+    if (file := max(files, key=os.path.getmtime, default=None)) is None:
+        raise UserError(f"--resume {resume}: no unfinished run of detect.py; if it is finished, start a new one")
+    if taken := flags.keys() - {"resume", "project", *LAUNCHER_FLAGS}:
+        raise UserError(f"--resume takes {as_flag(min(taken))} from {file}; leave it out")
+    saved = {name: value for name, value in read_yaml(file).items() if name not in ("items", *LAUNCHER_FLAGS)}
+    start = {name: value for name, value in flags.items() if name in LAUNCHER_FLAGS}
+    return {**typed_values(DetectOptions, saved, f"{file}: `{{}}`".format), **start, "resume": str(file.parents[1])}

@@ -196,6 +196,7 @@ def connect(device: str, timeout: float) -> str:
             f"them ({first_line(error, 300)}): start all with one free and open port (--main_process_port), raise "
             "--dist-timeout, or name the network's interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from None
+    log.is_main = ranks().rank == 0  # not the first process of each machine
     return device_type
 
 
@@ -282,7 +283,7 @@ def device_numbers(device: str) -> list[int]:
     """Return torch's numbers of the CUDA devices that `--device` names; [] for '', cpu and mps. Raises `UserError`."""
     if device in ("", "cpu", "mps"):
         return []
-    numbers = device.replace("cuda:", "").replace(" ", "").split(",")
+    numbers = device.replace("cuda:", "").replace("cuda", "0").replace(" ", "").split(",")
     if not all(map(str.isdecimal, numbers)) or len(set(numbers)) < len(numbers):
         raise UserError(f"--device {device}: give cpu, mps, or the numbers of CUDA devices such as 0 or 0,1")
     return list(map(int, numbers))

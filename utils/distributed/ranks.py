@@ -197,6 +197,8 @@ def broadcast_from_main(decide: Callable[[], T]) -> T:
     Other machines may see a new file later, so only one process may decide by files. A `UserError` or `Stopped` of the
     main process is raised on every process.
     """
+    if world_size() == 1:
+        return decide()
     answer: list[Any] = [None, None]
     if ranks().rank == 0:
         try:
@@ -219,7 +221,7 @@ class Collectives:
 
     def gather(self, items: list[T]) -> list[T]:
         """Return the items of all processes, in the order of the ranks, on every process."""
-        return gather_object(items)
+        return gather_object(items) if world_size() > 1 else items
 
     def shard(self, items: Sequence[T]) -> list[T]:
         """Return every `world_size`-th item, from this process's rank on."""
