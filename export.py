@@ -72,7 +72,7 @@ def export(flags: Mapping[str, Any]) -> list[str]:
         receipt = Receipt({"weights": weights.origin.files[-1:]}, environment(device), results)
         write_text(stem.with_name(f"{stem.name}.{RECEIPT}"), receipt.begin(stem.parent, vars(options))[RECEIPT])
         if "engine" in options.include:
-            log(f"engine: on the machine that will run it, run {trtexec(options, job.metadata, stem)}")
+            log(f"engine: on the target machine, run {trtexec(options, job.metadata, stem)}")
     return list(map(str, files))
 
 

@@ -186,6 +186,7 @@ def test_an_engine_is_its_onnx_file_and_a_command(
     assert command == ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", "--fp16", *sizes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ncnn", "tflite"])
 def test_phone_formats_in_the_scripts(
     name: str, weights: Path, small_data: Path, tmp_path: Path, run_script: RunScript

@@ -236,14 +236,13 @@ def test_formats_of_phones(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     pytest.importorskip(MOBILE[name])
     metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2)
     path = write(ExportJob(detector(), metadata), name, tmp_path / "best")
-    assert write(ExportJob(detector(), metadata), name, tmp_path / "best") == path  # replaces it
     if name == "coreml":  # only a Mac runs it
         import coremltools
 
         spec = coremltools.models.MLModel(str(path), skip_model_load=True).get_spec()
         (source,), (result,) = spec.description.input, spec.description.output
         assert (source.name, list(source.type.multiArrayType.shape)) == ("images", [2, 3, 32, 48])
-        assert (result.name, list(result.type.multiArrayType.shape)) == ("output0", [2, 72, 8])
+        assert (result.name, list(result.type.multiArrayType.shape)) == ("output0", [2, 240, 8])
         assert ExportMetadata.parse(spec.description.metadata.userDefined["lockstep"]) == metadata
         with pytest.raises(UserError, match=r"exported file.*give the \.pt"):
             read_model(path)
@@ -257,7 +256,9 @@ def test_formats_of_phones(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         write(ExportJob(detector(), metadata), name, tmp_path / "best")
 
 
-@pytest.mark.parametrize("name", ["onnx", "openvino", "tflite"])
+@pytest.mark.parametrize(
+    "name", ["onnx", *(pytest.param(name, marks=pytest.mark.long) for name in ("openvino", "tflite"))]
+)
 def test_int8(name: str, tmp_path: Path) -> None:
     """Boxes and confidences stay near the model's; the same images give the same bytes of ONNX."""
     pytest.importorskip({"openvino": "nncf", "tflite": "litert_torch"}.get(name, name))
