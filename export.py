@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from data.dataset import data_source
+from data.dataset import DataOptions, DataSource, data_source
 from models.ensemble import Members, common_task, export_base, halve, load_model, weight_files
-from models.export import INPUT_NAME, ExportJob, ExportMetadata, export_path, write
+from models.export import CALIBRATION_IMAGES, FORMATS_OF_FLAG, INPUT_NAME, ExportJob, ExportMetadata, export_path, write
 from models.loading import ImageSize, add_user_code, log_rounding
 from models.tasks import TASKS
 from models.tasks.contract import Thresholds
@@ -24,18 +25,21 @@ from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.failure import run_main
 from utils.distributed.launch import select_device_type
-from utils.errors import Stopped, UserError, plural
+from utils.errors import UserError, plural
 from utils.files import format_paths, write_text
 from utils.python_api import call
 from utils.receipt import Receipt, environment, files_hash
 
 
 def export(flags: Mapping[str, Any]) -> list[str]:
-    """Export the weight files to all formats that the flags name; return the paths of the exported files.
-
-    Raises `Stopped` with exit code 1 if only another program can write one of the formats.
-    """
+    """Export the weight files to all formats that the flags name; return the paths of the exported files."""
     options = ExportOptions(**flags)
+    formats = dict.fromkeys("onnx" if name == "engine" else name for name in options.include)
+    if options.int8 and not options.data:
+        raise UserError("--int8 needs images to calibrate on; give their data set, as in --data my.yaml")
+    for flag, supported in FORMATS_OF_FLAG.items():
+        if getattr(options, flag) and (others := {*formats}.difference(supported)):
+            raise UserError(f"--{flag} is not possible with {min(others)}, only with {', '.join(supported)}")
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(select_device_type(options.device))
@@ -51,10 +55,11 @@ def export(flags: Mapping[str, Any]) -> list[str]:
         size = members.image_size(options.imgsz)
         if "safetensors" in options.include and path == stem.with_suffix(".safetensors"):
             raise UserError(f"--include safetensors would overwrite {path}; copy or rename it first")
-        formats = dict.fromkeys("onnx" if name == "engine" else name for name in options.include)
         for format_name in formats:
             export_path(format_name, stem)  # raises before anything is written
         job = prepare(members, options, size, device, source.names() if source else weights.class_names)
+        if source and options.int8:
+            job = replace(job, calibration=calibration(source, members, job.metadata))
         results = {}
         for format_name in formats:
             started_at = time.perf_counter()
@@ -67,20 +72,31 @@ def export(flags: Mapping[str, Any]) -> list[str]:
         receipt = Receipt({"weights": weights.origin.files[-1:]}, environment(device), results)
         write_text(stem.with_name(f"{stem.name}.{RECEIPT}"), receipt.begin(stem.parent, vars(options))[RECEIPT])
         if "engine" in options.include:
-            log(f"warning: engine: not written; on the target machine, run {trtexec(job.metadata, stem)}")
-    if "engine" in options.include:
-        raise Stopped(1)
+            log(f"engine: on the target machine, run {trtexec(options, job.metadata, stem)}")
     return list(map(str, files))
 
 
-def trtexec(metadata: ExportMetadata, stem: Path) -> str:
+def trtexec(options: ExportOptions, metadata: ExportMetadata, stem: Path) -> str:
     """Return the command of TensorRT that makes an engine from an ONNX file."""
-    command = ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *(["--fp16"] if metadata.half else [])]
+    command = ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine"]
+    command += ["--fp16"] * options.half + ["--int8"] * options.int8
     if metadata.dynamic:
         height, width = metadata.imgsz
         for name, count in (("min", 1), ("opt", metadata.batch), ("max", metadata.batch)):
             command.append(f"--{name}Shapes={INPUT_NAME}:{count}x3x{height}x{width}")
     return shlex.join(command)
+
+
+def calibration(source: DataSource, members: Members, metadata: ExportMetadata) -> Callable[[], Iterable[torch.Tensor]]:
+    """Return a function that loads --int8's images, each as a whole batch, as a validation does. Raises `UserError`."""
+    dataset, task_class = source.open(max(metadata.imgsz), metadata.stride, DataOptions()), members.entry.load()
+    split, task = dataset.split("train"), task_class(metadata.names, task_class.recipe())
+    batches = dataset.evaluation_batches(split, 1, square=True)
+    order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(0))[:CALIBRATION_IMAGES].tolist()
+    samples = [batches[k][0]._replace(shape=metadata.imgsz) for k in order]
+    loader = dataset.evaluation_loader(split, [[sample] * metadata.batch for sample in samples])
+    log(f"int8: calibrated on {plural(len(order), 'image')} of the training split")
+    return lambda: map(task.inputs, loader)
 
 
 def prepare(

@@ -1,7 +1,7 @@
 """Exported files: `write` makes them for export.py, `read_model` runs them as a model for models/ensemble.py.
 
-ONNX and OpenVINO files hold arithmetic, and a `.torchscript` holds a program of torch's operators. Each has the
-metadata that val.py and detect.py need.
+ONNX, OpenVINO, ncnn, TFLite and Core ML files hold arithmetic, and a `.torchscript` holds a program of torch's
+operators. Each has the metadata that val.py and detect.py need.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
+import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,11 +36,17 @@ from utils.files import read_regular, write_bytes
 
 EXPORT_FORMAT = "lockstep-export-1"
 SUFFIX_OF_FORMAT = {
-    **dict(zip(("onnx", "torchscript", "openvino"), EXPORTED_SUFFIXES, strict=True)),
+    **dict(zip(("onnx", "torchscript", "openvino", "ncnn", "tflite"), EXPORTED_SUFFIXES, strict=True)),
+    "coreml": ".mlpackage",  # run by a Mac only
     "safetensors": SAFETENSORS_SUFFIX,  # read like weights, not run
+}
+FORMATS_OF_FLAG = {
+    "int8": ("onnx", "openvino", "tflite"),
+    "dynamic": ("torchscript", "onnx", "openvino", "safetensors"),
 }
 # Where the files have the metadata. An ONNX file also has YOLOv5's keys, `stride` and `names`.
 ONNX_METADATA_KEY, TORCHSCRIPT_FILE, FOLDER_FILE = "lockstep", "config.txt", "metadata.yaml"
+COREML_FILE = "Data/com.apple.CoreML/model.mlmodel"
 ONNX_OPSET = 18  # lowest opset of torch.export's exporter; the tracing exporter writes lower ones
 # Names of tensors in ONNX files; a model uses one per output. Without suppression they are YOLOv5's names.
 INPUT_NAME = "images"
@@ -45,6 +56,7 @@ DYNAMIC_AXES = {0: "batch", 2: "height", 3: "width"}
 DYNAMIC_OUTPUT_AXES = {3: {0: "batch", 1: "anchors"}, 4: {0: "batch", 2: "mask_height", 3: "mask_width"}}
 MAX_EXPORT_SIDE_PIXELS = 2**14  # longest image side with --dynamic
 MAX_EXPORT_BATCH = 2**14  # images in a batch with --dynamic
+CALIBRATION_IMAGES = 128  # of the training split, with --int8
 
 Runner = Callable[[Tensor], Sequence[Tensor]]
 
@@ -206,7 +218,42 @@ def _read_openvino(path: Path) -> tuple[str, Runner]:
     return (path / FOLDER_FILE).read_text(encoding="utf-8"), run
 
 
-READERS = dict(zip(EXPORTED_SUFFIXES, (_read_onnx, _read_torchscript, _read_openvino), strict=True))
+def _read_ncnn(path: Path) -> tuple[str, Runner]:
+    import ncnn
+    import numpy as np
+
+    network = ncnn.Net()
+    network.opt.num_threads = torch.get_num_threads()
+    network.opt.use_fp16_packed = network.opt.use_fp16_storage = network.opt.use_fp16_arithmetic = False
+    if network.load_param(str(path / "model.ncnn.param")) or network.load_model(str(path / "model.ncnn.bin")):
+        raise ValueError("incomplete")
+
+    def run(images: Tensor) -> list[Tensor]:
+        with network.create_extractor() as extractor:
+            extractor.input("in0", ncnn.Mat(images[0].cpu().numpy()).clone())
+            outputs = [np.array(extractor.extract(name)[1]) for name in sorted(network.output_names())]
+        return [torch.from_numpy(output)[None] for output in outputs]
+
+    return (path / FOLDER_FILE).read_text(encoding="utf-8"), run
+
+
+def _read_tflite(path: Path) -> tuple[str, Runner]:
+    from ai_edge_litert.interpreter import Interpreter
+
+    content = read_regular(path)
+    text = zipfile.ZipFile(io.BytesIO(content)).read(FOLDER_FILE).decode()
+    interpreter = Interpreter(model_content=content, num_threads=torch.get_num_threads())
+    signature = interpreter.get_signature_runner()
+    (source,) = signature.get_input_details()
+
+    def run(images: Tensor) -> list[Tensor]:
+        return [torch.from_numpy(output) for _, output in sorted(signature(**{source: images.cpu().numpy()}).items())]
+
+    return text, run
+
+
+_FUNCTIONS = (_read_onnx, _read_torchscript, _read_openvino, _read_ncnn, _read_tflite)
+READERS = dict(zip(EXPORTED_SUFFIXES, _FUNCTIONS, strict=True))
 
 
 # Writing
@@ -221,6 +268,7 @@ class ExportJob:
     opset: int = ONNX_OPSET
     verbose: bool = False
     state: Mapping[str, Tensor] = field(default_factory=dict)  # the weight file's, for formats that store weights
+    calibration: Callable[[], Iterable[Tensor]] | None = None  # returns batches of images, for files in int8
 
     @cached_property
     def example(self) -> Tensor:
@@ -240,8 +288,8 @@ class ExportJob:
         with torch.no_grad():
             outputs = self.model(self.example)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        names = (SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES)[: len(outputs)]
-        settings: dict[str, Any] = {"input_names": [INPUT_NAME], "output_names": list(names)}
+        names = list((SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES)[: len(outputs)])
+        settings: dict[str, Any] = {"input_names": [INPUT_NAME], "output_names": names}
         settings |= {"opset_version": self.opset, "verbose": self.verbose}
         if self.opset < ONNX_OPSET:
             content, axes = io.BytesIO(), {INPUT_NAME: DYNAMIC_AXES} if metadata.dynamic else None
@@ -249,7 +297,7 @@ class ExportJob:
             torch.onnx.export(self.model, (self.example,), content, **settings)  # type: ignore[arg-type]
             model = onnx.load_from_string(content.getvalue())
         else:
-            program = torch.onnx.export(self._program(), (), dynamo=True, external_data=False, **settings)
+            program = torch.onnx.export(self.program(), (), dynamo=True, external_data=False, **settings)
             assert program is not None
             model = program.model_proto
         if (written := model.opset_import[0].version) != self.opset:
@@ -259,7 +307,7 @@ class ExportJob:
         onnx.helper.set_model_props(model, properties)
         return model.SerializeToString(deterministic=True)
 
-    def _program(self) -> torch.export.ExportedProgram:
+    def program(self) -> torch.export.ExportedProgram:
         """Return the model as a graph of torch's operators."""
         shapes, stride = None, self.metadata.stride
         if self.metadata.dynamic:
@@ -295,7 +343,7 @@ def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> No
 def export_path(name: str, stem: Path) -> Path:
     """Return the path of a format, a key of `WRITERS`. Raises `UserError` if it exists and is not an export of ours."""
     path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
-    marked = path / FOLDER_FILE if path.is_dir() else path
+    marked = path / (COREML_FILE if name == "coreml" else FOLDER_FILE) if path.is_dir() else path
     if os.path.lexists(path) and not (marked.is_file() and b"lockstep-" in marked.read_bytes()):
         raise UserError(f"{path} exists, and export.py has not written it; rename it, or remove it")
     return path
@@ -310,8 +358,9 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
     except UserError:
         raise
     except ImportError as error:
+        advice = "pip install " + "--no-deps -r requirements-mobile.txt, and " * (name == "tflite")
         raise UserError(
-            f"--include {name} needs {error.name}, which is not installed; pip install -r requirements-export.txt"
+            f"--include {name} needs {error.name}, which is not installed; {advice}-r requirements-export.txt"
         ) from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
@@ -357,10 +406,47 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
         return False
 
 
+def _float_nodes(nodes: Sequence[Any]) -> list[str]:
+    """Return the names of the nodes, of all in ONNX's form, that int8 files have in float: the last convolutions, and
+    all that follows them, because one scale does not suit pixels and confidences."""
+    names, convolved = [], set[Any]()  # tensors that a convolution depends on
+    for node in reversed(nodes):
+        if is_last := convolved.isdisjoint(node.output):
+            names.append(node.name)
+        if node.op_type == "Conv" or not is_last:
+            convolved.update(node.input)
+    return names
+
+
+def _write_onnx(job: ExportJob, path: Path) -> None:
+    content = job.onnx
+    if job.calibration:
+        import onnx
+        from onnxruntime.quantization import quantize_static
+
+        feeds = ({INPUT_NAME: batch.numpy()} for batch in job.calibration())
+        reader, model = SimpleNamespace(get_next=lambda: next(feeds, None)), onnx.load_from_string(content)
+        with TemporaryDirectory() as folder:
+            # The mean of the images' ranges, as NNCF's, is robust against outliers; TensorRT reads symmetric ones only.
+            extra = {"CalibMovingAverage": True, "ActivationSymmetric": True}
+            settings = {"nodes_to_exclude": _float_nodes(model.graph.node), "per_channel": True, "extra_options": extra}
+            quantize_static(model, f"{folder}/model.onnx", reader, **settings)
+            content = onnx.load(f"{folder}/model.onnx").SerializeToString(deterministic=True)
+    write_bytes(path, content)
+
+
 def _write_openvino(job: ExportJob, path: Path) -> None:
     import openvino
 
-    model, part = openvino.convert_model(io.BytesIO(job.onnx)), path.with_name(f".{path.name}.part")
+    model = openvino.convert_model(io.BytesIO(job.onnx))
+    if job.calibration:
+        import nncf
+        import onnx
+
+        images = nncf.Dataset([batch.numpy() for batch in job.calibration()])
+        scope = nncf.IgnoredScope(_float_nodes(onnx.load_from_string(job.onnx).graph.node), validate=False)
+        model = nncf.quantize(model, images, subset_size=CALIBRATION_IMAGES, ignored_scope=scope)
+    part = path.with_name(f".{path.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     try:
         name = path.name.removesuffix(SUFFIX_OF_FORMAT["openvino"])
@@ -373,6 +459,70 @@ def _write_openvino(job: ExportJob, path: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
+def _write_ncnn(job: ExportJob, path: Path) -> None:
+    import pnnx
+
+    job = replace(job, metadata=replace(job.metadata, batch=1))  # ncnn has no batches
+    shape = ",".join(map(str, job.example.shape))
+    with TemporaryDirectory() as folder:
+        torch.jit.save(torch.jit.trace(job.program().module(), job.example, check_trace=False), f"{folder}/model.pt")
+        command = [pnnx.EXEC_PATH, "model.pt", f"inputshape=[{shape}]f32", "fp16=0"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=not job.verbose)
+        path.mkdir(exist_ok=True)
+        for name in ("model.ncnn.param", "model.ncnn.bin"):
+            write_bytes(path / name, Path(folder, name).read_bytes())
+    write_bytes(path / FOLDER_FILE, job.metadata.text().encode())
+
+
+def _write_tflite(job: ExportJob, path: Path) -> None:
+    import litert_torch
+
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "model.tflite")
+        litert_torch.convert(job.model, (job.example,)).export(str(file))
+        if job.calibration:
+            file.write_bytes(_quantized_tflite(file, job.calibration()))
+        with zipfile.ZipFile(file, "a") as archive:  # as TFLite's own metadata: a ZIP archive after the model
+            archive.writestr(zipfile.ZipInfo(FOLDER_FILE), job.metadata.text())
+        write_bytes(path, file.read_bytes())
+
+
+def _quantized_tflite(file: Path, batches: Iterable[Tensor]) -> bytes:
+    from ai_edge_quantizer.qtyping import BuiltinOperator, TFLOperationName
+    from ai_edge_quantizer.quantizer import Quantizer
+    from ai_edge_quantizer.utils.tfl_flatbuffer_utils import get_op_scope, read_model
+
+    model, quantizer, every = read_model(file), Quantizer(file), TFLOperationName.ALL_SUPPORTED
+    graph, kinds = model.subgraphs[0], {BuiltinOperator.CONV_2D: "Conv", BuiltinOperator.DEPTHWISE_CONV_2D: "Conv"}
+    nodes = []
+    for op in graph.operators:
+        kind, scope = kinds.get(model.operatorCodes[op.opcodeIndex].builtinCode), get_op_scope(op, graph.tensors)
+        nodes.append(SimpleNamespace(name=scope, op_type=kind, input=op.inputs, output=op.outputs))
+    quantizer.add_static_config(".*", every, 8, 8)
+    floats = [(".*", TFLOperationName.INPUT), (".*", TFLOperationName.OUTPUT)]
+    for scope, kind in floats + [(f"^{re.escape(name)}$", every) for name in _float_nodes(nodes)]:
+        quantizer.update_quantization_recipe(scope, kind, algorithm_key="no_quantize")
+    ranges = quantizer.calibrate({"serving_default": [{"args_0": batch.numpy()} for batch in batches]})
+    return bytes(quantizer.quantize(ranges).quantized_model)
+
+
+def _write_coreml(job: ExportJob, path: Path) -> None:
+    import coremltools
+
+    precision = coremltools.precision.FLOAT32
+    program = job.program().run_decompositions({})
+    names = SUPPRESSED_NAMES if job.metadata.suppression else OUTPUT_NAMES
+    outputs = [
+        coremltools.TensorType(name) for name, _ in zip(names, program.graph_signature.user_outputs, strict=False)
+    ]
+    model = coremltools.convert(program, outputs=outputs, compute_precision=precision, skip_model_load=True)
+    model.user_defined_metadata[ONNX_METADATA_KEY] = job.metadata.text()
+    with TemporaryDirectory(dir=path.parent) as folder:
+        model.save(f"{folder}/{path.name}")
+        shutil.rmtree(path, ignore_errors=True)
+        Path(folder, path.name).rename(path)
+
+
 def _write_safetensors(job: ExportJob, path: Path) -> None:
     keys = ("task", "model", "names", "settings", "licence", "origin")
     content = {"format": FORMAT, **{key: getattr(job.metadata, key) for key in keys}, "state": job.state}
@@ -381,7 +531,10 @@ def _write_safetensors(job: ExportJob, path: Path) -> None:
 
 WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
     "torchscript": _write_torchscript,
-    "onnx": lambda job, path: write_bytes(path, job.onnx),
+    "onnx": _write_onnx,
     "openvino": _write_openvino,
+    "ncnn": _write_ncnn,
+    "tflite": _write_tflite,
+    "coreml": _write_coreml,
     "safetensors": _write_safetensors,
 }

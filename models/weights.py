@@ -52,8 +52,9 @@ MODEL_KEYS = (
 )
 # The keys of train.py's files, besides `format`, with their types.
 CONTENT_TYPES: dict[str, Any] = {"task": str, "model": dict, "names": dict | list, "state": dict, "settings": dict}
-EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model")  # suffixes of the files that export.py writes
-OTHER_EXPORTS = (".engine", ".mlmodel", ".mlpackage", ".pb", ".tflite")  # of files that other programs make of them
+# Suffixes of the files that export.py writes and the scripts run, and of others.
+EXPORTED_SUFFIXES = (".onnx", ".torchscript", "_openvino_model", "_ncnn_model", ".tflite")
+OTHER_EXPORTS = (".engine", ".mlmodel", ".mlpackage", ".pb")
 
 # Identifiers from https://spdx.org/licenses, in lower case, by the program that wrote a file.
 LICENCES = {"yolov5": "agpl-3.0", "yolov9": "mit", "torchvision": "bsd-3-clause"}

@@ -141,10 +141,9 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
     best = Path(shutil.copy(weights, tmp_path / "best.pt"))
     files = export.run(weights=best, include=["safetensors", "torchscript"], img=64)
     assert files == [str(tmp_path / "best.safetensors"), str(tmp_path / "best.torchscript")]
-    for formats, named in {"engine": "exit code 1", "tflite": "tflite", "onxn": "onxn"}.items():
+    for formats, named in {"paddle": "paddle", "onxn": "onxn"}.items():
         with pytest.raises(UserError, match=named):
             export.run(weights=best, imgsz=64, include=formats)
-    assert (tmp_path / "best.onnx").is_file()
     with pytest.raises(UserError, match="overwrite"):
         export.run(weights=files[0], imgsz=64, include="safetensors")
 
@@ -156,6 +155,9 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
         ("--opset 11", "--opset"),
         ("--opset 22", "--opset"),
         ("--device mps", "--device mps"),
+        ("--include onnx --int8", "--int8 needs images"),
+        ("--include ncnn --int8 --data coco128.yaml", "--int8 is not possible with ncnn"),
+        ("--include onnx tflite --dynamic", "--dynamic is not possible with tflite"),
     ],
 )
 def test_refused(flags: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,21 +171,54 @@ def test_refused(flags: str, named: str, capsys: pytest.CaptureFixture[str], mon
 def test_an_engine_is_its_onnx_file_and_a_command(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code is 1, because a file that was asked for is not there."""
+    """With --half, on any machine."""
     best = tmp_path / "a b" / "best.pt"
     best.parent.mkdir()
     shutil.copy(weights, best)
-    flags = ["--img", "64", "--include", "TRT", "torchscript", "--opset", "12", "--batch", "2", "--dynamic"]
+    flags = ["--img", "64", "--include", "TRT", "torchscript", "--opset", "12", "--batch", "2", "--dynamic", "--half"]
     monkeypatch.setattr(sys, "argv", ["export.py", "--weights", str(best), *flags])
-    with pytest.raises(SystemExit) as caught:
-        run_main(main)
-    assert caught.value.code == 1
+    run_main(main)
     names = {file.name for file in best.parent.iterdir()}
     assert names == {"best.onnx", "best.pt", "best.receipt.yaml", "best.torchscript"}
     command = shlex.split(capsys.readouterr().out.splitlines()[-1].partition(" run ")[2])
     sizes = [f"--{name}Shapes=images:{count}x3x64x64" for name, count in (("min", 1), ("opt", 2), ("max", 2))]
     stem = best.with_suffix("")
-    assert command == ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", *sizes]
+    assert command == ["trtexec", f"--onnx={stem}.onnx", f"--saveEngine={stem}.engine", "--fp16", *sizes]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ncnn", "tflite"])
+def test_phone_formats_in_the_scripts(
+    name: str, weights: Path, small_data: Path, tmp_path: Path, run_script: RunScript
+) -> None:
+    """val.py and detect.py find the same as with the weights."""
+    pytest.importorskip({"tflite": "litert_torch"}.get(name, name))
+    best = Path(shutil.copy(weights, tmp_path / "best.pt"))
+    (file,) = export.run(weights=best, include=name, imgsz=64)
+    image = write_image(tmp_path / "a.png", noise(64, 64))
+    expected, given = (Predictor(str(path), imgsz=64, device="cpu")(image).array for path in (best, file))
+    np.testing.assert_allclose(given, expected, atol=0.02)
+    flags = ("--data", str(small_data), "--imgsz", "64", "--square", "--device", "cpu", "--workers", "0", "--noplots")
+    printed = [
+        run_script("val.py", "--weights", str(path), *flags, "--project", str(tmp_path)) for path in (best, file)
+    ]
+    rows = [re.findall(r"^ +all .*", text, re.MULTILINE) for text in printed]
+    assert rows[0] == rows[1] != []
+
+
+def test_int8_is_calibrated_on_the_training_split(
+    weights: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command gives the same bytes; TensorRT's command has --int8."""
+    pytest.importorskip("onnx")
+    best = Path(shutil.copy(weights, tmp_path / "best.pt"))
+    contents = []
+    for size in (64, 64, (32, 64)):
+        export.run(weights=best, include="engine", imgsz=size, int8=True, data=small_data, batch=2)
+        contents.append(best.with_suffix(".onnx").read_bytes())
+    assert contents[0] == contents[1] != contents[2]
+    assert capsys.readouterr().out.count(" --int8") == 3
+    assert read_exported(best.with_suffix(".onnx"))(torch.rand(2, 3, 32, 64)).isfinite().all()
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ from utils.errors import UserError
 from utils.files import ROOT
 
 FORMATS = ("torchscript", "onnx", "openvino")
+MOBILE = {"ncnn": "ncnn", "tflite": "litert_torch", "coreml": "coremltools"}  # the packages that write them
 NAMES = {0: "a", 1: "b", 2: "it's"}
 YAML = {
     **tiny_detector(),
@@ -224,3 +225,51 @@ def test_a_format_that_does_not_support_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^onnx "):
         write(job, "onnx", tmp_path / "best")
     assert not list(tmp_path.iterdir())
+
+
+# Phones
+
+
+@pytest.mark.parametrize("name", MOBILE)
+def test_formats_of_phones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compute what the model computes, and have its metadata; what is missing is named with its pip line."""
+    pytest.importorskip(MOBILE[name])
+    metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2)
+    path = write(ExportJob(detector(), metadata), name, tmp_path / "best")
+    if name == "coreml":  # only a Mac runs it
+        import coremltools
+
+        spec = coremltools.models.MLModel(str(path), skip_model_load=True).get_spec()
+        (source,), (result,) = spec.description.input, spec.description.output
+        assert (source.name, list(source.type.multiArrayType.shape)) == ("images", [2, 3, 32, 48])
+        assert (result.name, list(result.type.multiArrayType.shape)) == ("output0", [2, 240, 8])
+        assert ExportMetadata.parse(spec.description.metadata.userDefined["lockstep"]) == metadata
+        with pytest.raises(UserError, match=r"exported file.*give the \.pt"):
+            read_model(path)
+    else:
+        exported = read_exported(path)
+        assert exported.metadata == replace(metadata, batch=1 if name == "ncnn" else 2)
+        expected = detector()(images(3, 32, 48))
+        torch.testing.assert_close(exported(images(3, 32, 48)), expected, rtol=1e-4, atol=1e-3)
+    monkeypatch.setitem(sys.modules, {"ncnn": "pnnx"}.get(name, MOBILE[name]), None)
+    with pytest.raises(UserError, match=r"which is not installed; pip install .*-r requirements-export.txt"):
+        write(ExportJob(detector(), metadata), name, tmp_path / "best")
+
+
+@pytest.mark.parametrize(
+    "name", ["onnx", *(pytest.param(name, marks=pytest.mark.long) for name in ("openvino", "tflite"))]
+)
+def test_int8(name: str, tmp_path: Path) -> None:
+    """Boxes and confidences stay near the model's; the same images give the same bytes of ONNX."""
+    pytest.importorskip({"openvino": "nncf", "tflite": "litert_torch"}.get(name, name))
+    metadata, calibration = replace(METADATA, dynamic=False, imgsz=(32, 48)), [images(1, 32, 48)]
+    paths = [
+        write(ExportJob(detector(), metadata, calibration=lambda: calibration), name, tmp_path / stem)
+        for stem in ("best", "again")[: 1 + (name == "onnx")]
+    ]
+    contents = [path.read_bytes() for path in paths if path.is_file()]
+    assert len({*contents}) <= 1
+    exported, expected = read_exported(paths[0])(images(1, 32, 48)), detector()(images(1, 32, 48))
+    gaps = (exported - expected).abs()
+    assert 0 < float(gaps[..., 4:].mean()) < 0.02
+    assert 0 < float(gaps[..., :4].mean()) < 1  # pixels

@@ -452,7 +452,7 @@ class ExportOptions:
         "python export.py --weights best.pt --include torchscript --nms --imgsz 640",
     )
     weights: tuple[str, ...] = flag(("yolov5s.pt",), "a .pt, a run folder, a .safetensors or hf:owner/name", "model")
-    data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
+    data: str = flag("", "data set with the class names, and --int8's images; '' takes names inside --weights", "model")
     layers: str = LAYERS()
     task_file: str = TASK_FILE(aliases=TASK)
     imgsz: tuple[int, ...] = SIDES(group="format")
@@ -462,11 +462,14 @@ class ExportOptions:
         ("torchscript",),
         "formats; engine: an ONNX file, and the trtexec command for TensorRT",
         "format",
-        choices=("torchscript", "onnx", "openvino", "safetensors", "engine"),
+        choices=("torchscript", "onnx", "openvino", "ncnn", "tflite", "coreml", "safetensors", "engine"),
         synonyms={"tensorrt": "engine", "trt": "engine"},
     )
     dynamic: bool = flag(False, "dynamic batch and image size (ONNX, OpenVINO)", "format")
     half: bool = flag(False, "half precision, on CUDA only", "format")
+    int8: bool = flag(
+        False, "8-bit integers (ONNX, OpenVINO, TFLite), calibrated on --data's training images", "format"
+    )
     opset: int = flag(18, "ONNX operator set", "format", OPSETS)
     nms: bool = flag(False, "include NMS: the file outputs detections", "NMS", needs="suppression")
     agnostic_nms: bool = flag(False, "with --nms: class-agnostic", "NMS", needs="suppression")
@@ -492,7 +495,7 @@ BUILT_IN_JOB: Mapping[str, Any] = {
 }
 
 # Formats that other programs make of an exported file.
-CONVERTED = ("saved_model", "pb", "tflite", "edgetpu", "tfjs", "tensorflow", "paddle", "ncnn", "coreml", "mlmodel")
+CONVERTED = ("saved_model", "pb", "edgetpu", "tfjs", "tensorflow", "paddle", "mlmodel")
 # Others' flags that are accepted with these values, which ask for nothing: a rank is in the environment too.
 IGNORED = {"local_rank": tuple(map(str, range(-1, 64))), "artifact_alias": ("latest",), "save": ("True",)}
 # Keys: a flag with underscores, or a flag and its value. The error message is the flag and the text; a script that has
@@ -510,7 +513,7 @@ REFUSED = {
     "dnn": "is not built in: OpenCV's DNN module runs ONNX files without the scripts",
     # YOLOv5's export.py
     **dict.fromkeys(
-        ("optimize", "int8", "keras", "per_tensor", "workspace", "mlmodel", *(f"include {name}" for name in CONVERTED)),
+        ("optimize", "keras", "per_tensor", "workspace", "mlmodel", *(f"include {name}" for name in CONVERTED)),
         "is not built in: the format's own converter makes it of the .onnx file; see docs/export.md#other-formats",
     ),
     "cache": "is a flag of train.py; TensorRT's timing cache is trtexec --timingCacheFile=FILE --onnx=best.onnx",
