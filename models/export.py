@@ -407,8 +407,8 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
 
 
 def _float_nodes(nodes: Sequence[Any]) -> list[str]:
-    """Return the names of the nodes, of all in ONNX's form, that int8 files have in float: the last convolutions, and
-    all that follows them, because one scale does not suit pixels and confidences."""
+    """Return the names of the nodes, of all in ONNX's form, that ONNX and TFLite files have in float: the last
+    convolutions, and all that follows them, because one scale does not suit pixels and confidences: mAP would be 0."""
     names, convolved = [], set[Any]()  # tensors that a convolution depends on
     for node in reversed(nodes):
         if is_last := convolved.isdisjoint(node.output):
@@ -441,11 +441,9 @@ def _write_openvino(job: ExportJob, path: Path) -> None:
     model = openvino.convert_model(io.BytesIO(job.onnx))
     if job.calibration:
         import nncf
-        import onnx
 
         images = nncf.Dataset([batch.numpy() for batch in job.calibration()])
-        scope = nncf.IgnoredScope(_float_nodes(onnx.load_from_string(job.onnx).graph.node), validate=False)
-        model = nncf.quantize(model, images, subset_size=CALIBRATION_IMAGES, ignored_scope=scope)
+        model = nncf.quantize(model, images, subset_size=CALIBRATION_IMAGES)
     part = path.with_name(f".{path.name}.part")
     part.mkdir(parents=True, exist_ok=True)
     try:
