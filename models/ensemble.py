@@ -25,7 +25,7 @@ from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
 from models.tasks.contract import Model, Postprocess, Prediction, Task, Thresholds, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
-from utils.batch import Batch, layout
+from utils.batch import Batch, layout, use_onednn
 from utils.config.settings import refuse_flags
 from utils.console import log
 from utils.errors import UserError, plural
@@ -201,6 +201,7 @@ def for_inference(model: Model, device: torch.device, half: bool, fold: bool = F
     if fold and not isinstance(model, Exported):
         model = fuse(model)
     model = halve(model) if half else model
+    use_onednn(model, device)
     return model.to(device, memory_format=layout(device)).eval()  # type: ignore[call-overload]
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 MASK_STRIDE = 4  # pixels of the network's image per pixel of a mask map, along each side
 
@@ -30,6 +30,17 @@ def box_windows(xywh: np.ndarray, height: int, width: int) -> np.ndarray:
 def layout(device: torch.device) -> torch.memory_format:
     """Return channels_last, in which convolutions are faster, for CPU and CUDA, else torch's default."""
     return torch.channels_last if device.type in ("cpu", "cuda") else torch.contiguous_format
+
+
+def use_onednn(model: nn.Module, device: torch.device) -> None:
+    """Let oneDNN compute all convolutions on a CPU, as torch does with several threads and at least 16 images.
+
+    For others torch chooses a slower way for kernels of one pixel, with other rounding, unless they are dilated, which
+    changes nothing in one pixel.
+    """
+    for module in model.modules() if device.type == "cpu" else ():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
+            module.dilation = (2, 2)
 
 
 class Placement(NamedTuple):

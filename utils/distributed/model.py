@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from utils.batch import layout
+from utils.batch import layout, use_onednn
 from utils.distributed.batchnorm import InTurn, all_reduce, exact_batchnorm
 from utils.distributed.deepspeed import configure
 from utils.distributed.dropout import GlobalDropout, synchronise_dropout
@@ -228,6 +228,7 @@ def place_model(accelerator: Accelerator, model: Model) -> None:
     by_zero = accelerator.state.deepspeed_plugin is not None
     memory_format = torch.contiguous_format if by_zero else layout(accelerator.device)
     model.to(accelerator.device, memory_format=memory_format)  # type: ignore[call-overload]
+    use_onednn(model, accelerator.device)
     broadcast(model.state_dict())  # in place; DDP does it too, but after EMA and optimizer are made
 
 

@@ -18,6 +18,7 @@ from accelerate.utils import ProfileKwargs
 from torch import Tensor
 from tqdm import tqdm
 
+from utils.batch import layout
 from utils.config.flags import profile_window
 from utils.console import TERMINAL, Bar, log
 from utils.errors import plural
@@ -193,18 +194,21 @@ class StepLog:
 def peak_flops(device: torch.device, precision: str) -> float:
     """Return the highest floating-point operations per second of a device in a precision of autocast, see `GPU_PEAKS`.
 
-    That of an unknown device, and of a CPU's threads, is measured by a product of matrices.
+    That of an unknown device, and of a CPU's threads, is measured by a product of matrices, a convolution of one pixel.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if known := next((peaks for gpu, peaks in GPU_PEAKS.items() if re.search(rf"\b{gpu}\b", name)), None):
         return 1e12 * known[0 if precision != "no" else 1 if torch.backends.cudnn.allow_tf32 else 2]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    side = PEAK_SIDE.get(device.type, 1024)
-    matrix, seconds = torch.ones(side, side, dtype=dtype, device=device), math.inf
+    side, on_cpu, seconds = PEAK_SIDE.get(device.type, 1024), device.type == "cpu", math.inf
+    matrices = [
+        torch.ones(shape, dtype=dtype, device=device) for shape in ((1, side, 32, side // 32), (side, side, 1, 1))
+    ]
+    columns, weight = (matrix.to(memory_format=layout(device)) for matrix in matrices)
     for _ in range(PEAK_TRIES):
         started_at = time.perf_counter()
-        torch.mm(matrix, matrix)
-        if device.type != "cpu":
+        torch.conv2d(columns, weight, dilation=1 + on_cpu)  # by oneDNN; MKL's product is slow on AMD's cores
+        if not on_cpu:
             torch.accelerator.synchronize(device)
         seconds = min(seconds, time.perf_counter() - started_at)
     return 2 * side**3 / seconds

@@ -130,8 +130,8 @@ def test_deepspeed_has_no_fp16_and_fp8_is_unknown(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("device", "numbers"),
     [
-        *(("", []), ("cpu", []), ("mps", []), ("0", [0]), ("2,3", [2, 3]), ("cuda:1, cuda:0", [1, 0])),
-        *((device, None) for device in ("gpu", "0,", "0,0", "-1", "0;1", "cuda")),
+        *(("", []), ("cpu", []), ("mps", []), ("0", [0]), ("2,3", [2, 3]), ("cuda:1, cuda:0", [1, 0]), ("cuda", [0])),
+        *((device, None) for device in ("gpu", "0,", "0,0", "-1", "0;1")),
     ],
 )
 def test_device_numbers(device: str, numbers: list[int] | None) -> None:
