@@ -597,7 +597,7 @@ CENTRES = [[20, 60], [140, 82], [80, 150]] + np.arange(FRAMES)[:, None, None] * 
 
 
 def draw_discs(centres: np.ndarray) -> np.ndarray:
-    image = np.zeros((SIDE, SIDE, 3), np.uint8)
+    image = noise(SIDE, SIDE) // 5  # a still background, by which BoT-SORT sees that the camera stands still
     for radius, value in ((RADIUS, 60), (5, 255)):
         for centre in centres.round().astype(int).tolist():
             cv2.circle(image, centre, radius, (value,) * 3, -1)
