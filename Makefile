@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 LEAN := $(VENV)/.installed-for-training
 FULL := $(VENV)/.installed
 REQUIREMENTS := requirements.txt requirements-dev.txt requirements-deepspeed.txt requirements-export.txt \
-	requirements-tune.txt requirements-mobile.txt
+	requirements-tune.txt requirements-mobile.txt requirements-track.txt
 
 .PHONY: setup train test test-long test-gpu test-gpu2 test-floors \
 	lint image numerics same-bytes constraints soak gpu gpu2 gpu-data readme bench-processes bench-versus
@@ -28,7 +28,7 @@ $(LEAN): requirements.txt
 
 $(FULL): $(REQUIREMENTS)
 	$(call install,-r requirements.txt -r requirements-dev.txt)
-	$(RUN) -m pip install --quiet --no-deps -r requirements-mobile.txt
+	$(RUN) -m pip install --quiet --no-deps -r requirements-mobile.txt -r requirements-track.txt
 	@touch $(LEAN) $@
 
 train: $(LEAN)

@@ -36,7 +36,7 @@ from data.dataset import Item
 from data.labels import label_name
 from data.media import Frame, Media, MediaItem, find_media, prefetch
 from models.tasks.contract import Prediction
-from predictor import Predictor
+from predictor import FrameTracker, Predictor
 from utils.batch import CocoImage
 from utils.config.flags import DetectOptions
 from utils.config.parser import given_flags
@@ -65,7 +65,8 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
     predictor = Predictor(flags={**flags, **device})
     wait = partial(torch.accelerator.synchronize, predictor.device)
     timer = StageTimer(wait if predictor.device.type != "cpu" else lambda: None)
-    with closing(Output(items, flags, predictor)) as output:
+    tracking = FrameTracker(options.track, options.vid_stride, options.quiet)
+    with closing(Output(items, flags, predictor)) as output, closing(tracking):
         pending = [output.blocks[number] for number in reversed(output.pending)]
         pairs = ((frame, predictor.items(frame.image, public(frame.item.name))) for media in pending for frame in media)
         grouped = groups(pairs if "live" in kinds else prefetch(pairs), options.batch_size, output.block_of)
@@ -79,7 +80,7 @@ def detect(flags: Mapping[str, Any]) -> dict[str, Any]:
             predictions = predictor.predict_batch(batch, timer)
             milliseconds = 1000 * (time.perf_counter() - started_at) / len(group)
             for (frame, _), prediction in zip(group, predictions, strict=True):
-                output.write(frame, prediction)
+                output.write(frame, tracking.update(frame, prediction))
                 if not options.quiet and world_size() == 1:  # of several processes only one prints
                     log(f"{frame.title}: {prediction.describe()}, {milliseconds:.1f} ms")
         output.finish_before(len(output.blocks))
@@ -97,9 +98,10 @@ def find_items(options: DetectOptions) -> list[MediaItem]:
     if not any(options.source):
         raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
     items = list(dict.fromkeys(item for source in options.source for item in find_media(source)))
-    films = [item.name for item in items if item.kind != "picture"] or ["--view-img"] * options.view_img
+    films = [item.name for item in items if item.kind != "picture"] or ["--track"] * bool(options.track)
+    films = films or ["--view-img"] * options.view_img
     if films and (world_size() > 1 or (options.save_json and films != ["--view-img"])):
-        raise UserError(f"{films[0]} needs one process and no --save-json; leave them out, or give only pictures")
+        raise UserError(f"{films[0]} needs one process and no --save-json; leave one of them out")
     return items
 
 
@@ -120,13 +122,13 @@ class Output:
         self.stems = dict(zip(items, unique_stems(public(item.name) for item in items), strict=True))
         self.taken_stems = {*self.stems.values()}
         # A result's last bits depend on its batch, so none has images of two blocks, and blocks are dealt out whole.
-        are_pictures = all(item.kind == "picture" for item in items)
-        self.block_size = options.batch_size if are_pictures else len(items)
+        is_sequence = bool(options.track) or any(item.kind != "picture" for item in items)
+        self.block_size = len(items) if is_sequence else options.batch_size
         self.block_of: Callable[[Frame], int] = lambda frame: self.numbers[frame.item] // self.block_size
         starts = range(0, len(items), self.block_size)
         self.blocks = [Media([*items[start : start + self.block_size]], options.vid_stride) for start in starts]
         has_boxes = "save_json" not in (predictor.task.prediction or Prediction).refused()
-        self.lists_images = has_boxes and (options.save_txt or options.save_json)
+        self.lists_images = has_boxes and not options.track and (options.save_txt or options.save_json)
         self.lock: FileLock | None = None  # of the main process
         self.folder, finished = broadcast_from_main(lambda: self._open(flags))
         self.pending = Collectives().shard([k for k in range(len(self.blocks)) if k not in finished])[::-1]
@@ -177,7 +179,9 @@ class Output:
             text = "".join(f"{row}\n" for row in rows)
             self._write(frame.item, write_text, self.folder / "labels" / f"{stem}.txt", text)
         name = Path(public(frame.title)).name if is_picture else public(frame.title)
-        cells = [(name, label, f"{score:.4f}") for label, score in prediction.items] if options.save_csv else []
+        tracks = [] if prediction.ids is None else [prediction.ids.tolist()]
+        objects = zip(prediction.items, *tracks, strict=True) if options.save_csv else ()
+        cells = [(name, label, f"{score:.4f}", *track) for (label, score), *track in objects]
         found = prediction.coco_rows() if options.save_json else CocoImage(0, "", np.zeros(0))
         if is_picture or options.save_csv:
             size, rows = frame.image.shape[:2], found.rows.tolist()
@@ -258,7 +262,8 @@ class Output:
         frames = [frame for frames, _ in records for frame in frames] + self.frames
         if options.save_csv and frames:
             listed = chain.from_iterable(frame[2] for frame in frames)
-            files["predictions.csv"] = csv_text(("Image Name", "Prediction", "Confidence"), listed)
+            columns = ("Image Name", "Prediction", "Confidence", *["Track"] * bool(options.track))
+            files["predictions.csv"] = csv_text(columns, listed)
         if self.lists_images and frames:
             from utils.coco import results
 

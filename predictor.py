@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -16,18 +16,19 @@ import torch
 from torch import Tensor
 
 from data.dataset import DataSet, Item, data_source
-from data.media import MediaItem, as_pixels, find_files, read_files
+from data.media import Frame, MediaItem, as_pixels, find_files, read_files
 from data.tiles import Tiles, in_file
 from models.ensemble import Inference, for_inference, join_windows, read_members
 from models.loading import ImageSize, format_sides, image_sides, log_rounding
 from models.tasks.contract import Prediction, Thresholds
+from models.tasks.predictions import tracking_class
 from models.tasks.results import Results
 from utils.batch import Batch
-from utils.config.flags import DetectOptions, flags_of, select
+from utils.config.flags import OBJECT_TRACKERS, DetectOptions, flags_of, select
 from utils.config.parser import given_flags
 from utils.console import log
 from utils.distributed.launch import devices_named
-from utils.errors import UserError, nearest
+from utils.errors import UserError, nearest, plural, public
 from utils.files import format_paths
 from utils.python_api import command_words
 from utils.summary import POSTPROCESSING, StageTimer
@@ -176,6 +177,19 @@ class Predictor:
 
     predict = __call__  # the name in ultralytics
 
+    def track(self, frames: Any, tracker: str = "bytetrack") -> Iterator[Prediction]:
+        """Yield the prediction for each frame, with the tracks of its objects as `ids`. Raises `UserError`.
+
+        `frames` is a path, as of a video, or an iterable of images in memory; `tracker` is a value of --track.
+        """
+        tracking = FrameTracker(**given_flags(DetectOptions, command_words({"track": tracker}), ("track",)))
+        if isinstance(frames, str | Path):
+            source = read_files(find_files(str(frames)))
+        else:
+            source = (Frame(MediaItem("picture", "image"), as_pixels(image, self.bgr)) for image in frames)
+        for frame in source:
+            yield tracking.update(frame, self._predict_image(frame.title, frame.image, frame.image.copy))
+
     def eval(self) -> Predictor:
         """Return the predictor, whose models are always in evaluation mode."""
         return self
@@ -206,6 +220,36 @@ class Predictor:
             predictions += self.inference.postprocess(views, part)
             timer.end_stage(POSTPROCESSING)
         return join_windows(predictions, batch, self.thresholds)[0]
+
+
+class FrameTracker:
+    """The tracker that --track names, or none: new for each video, and for successive pictures of each folder."""
+
+    def __init__(self, track: str, vid_stride: int = 1, quiet: bool = True) -> None:
+        self.new_tracker = tracking_class(f"trackers:{OBJECT_TRACKERS[track]}Tracker") if track else None
+        self.stride, self.quiet, self.sequence, self.num_frames, self.num_tracks = vid_stride, quiet, "", 0, 0
+
+    def update(self, frame: Frame, prediction: Prediction) -> Prediction:
+        """Return the prediction for the next frame with `ids`, which count from 0 in each sequence."""
+        if not self.new_tracker:
+            return prediction
+        sequence = str(Path(frame.item.name).parent) if frame.item.kind == "picture" else frame.item.name
+        if sequence != self.sequence:
+            self.close()
+            rate = {"frame_rate": frame.fps / self.stride} if frame.fps else {}  # lost tracks are kept for some seconds
+            self.tracker, self.sequence, self.num_frames, self.num_tracks = self.new_tracker(**rate), sequence, 0, 0
+        detections, ids = prediction.to_supervision(with_masks=False), np.full(len(prediction), -1)
+        detections["row"] = np.arange(len(ids))  # trackers reorder the detections
+        image = frame.image if getattr(self.tracker, "enable_cmc", False) else None  # other trackers warn of an image
+        if len(tracked := self.tracker.update(detections, image)):
+            ids[tracked["row"]] = tracked.tracker_id
+        self.num_frames, self.num_tracks = self.num_frames + 1, max(self.num_tracks, int(ids.max(initial=-1)) + 1)
+        return replace(prediction, ids=ids)
+
+    def close(self) -> None:
+        """Log how many tracks the sequence has had."""
+        if self.num_frames and not self.quiet:
+            log(f"{public(self.sequence)}: {plural(self.num_tracks, 'track')} in {plural(self.num_frames, 'frame')}")
 
 
 def class_numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from PIL import Image, ImageShow
 from torch import nn
 
 import detect
+import export
 from data.builtin import NAMES
 from data.images import images_below, read_image
 from data.media import Frame, MediaItem, as_pixels
@@ -31,9 +32,10 @@ from detect import Predictor, groups
 from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.results import Results
 from models.yolo import build_model
-from tests.conftest import RunScript
+from tests.conftest import NOT_HERE, RunScript
 from tests.making import contents, noise, plain, tiny_detector, write_image, write_yaml
 from utils.checkpoint import serialise, weights_content
+from utils.config.flags import OBJECT_TRACKERS
 from utils.errors import UserError
 from utils.files import ROOT, read_yaml
 from utils.plots.drawing import Style
@@ -585,6 +587,83 @@ def test_on_a_gpu(detector: Path, photo: Path, predictor: Predictor, run_script:
         assert min(near.any(0).mean(), near.any(1).mean()) > (0.5 if half else 0.95)
     flags = ("--weights", str(detector), "--source", str(photo), "--device", "0", "--half")
     assert " ms " in run_script("detect.py", *flags, "--imgsz", str(SIDE), "--project", str(tmp_path))
+
+
+# Tracks
+
+FRAMES, RADIUS = 40, 16
+# Centres (frames, discs, 2): the first two discs pass each other, the third crosses both of their paths.
+CENTRES = [[20, 60], [140, 82], [80, 150]] + np.arange(FRAMES)[:, None, None] * [[3, 0], [-3, 0], [0, -3.2]]
+
+
+def draw_discs(centres: np.ndarray) -> np.ndarray:
+    image = noise(SIDE, SIDE) // 5  # a still background, by which BoT-SORT sees that the camera stands still
+    for radius, value in ((RADIUS, 60), (5, 255)):
+        for centre in centres.round().astype(int).tolist():
+            cv2.circle(image, centre, radius, (value,) * 3, -1)
+    return image
+
+
+def idf1(ids: list[np.ndarray], found: list[np.ndarray]) -> float:
+    """Return IDF1 of the `ids` of each frame's `found` centres (k, 2): a true disc is within a radius."""
+    from scipy.optimize import linear_sum_assignment  # only trackers need scipy
+
+    shared = np.zeros((CENTRES.shape[1], 1 + np.concatenate(ids).max()))
+    for truth, tracks, centres in zip(CENTRES, ids, found, strict=True):
+        distances = np.linalg.norm(truth[:, None] - centres, axis=2)
+        np.add.at(shared, (distances.argmin(0), tracks), (tracks >= 0) & (distances.min(0) < RADIUS))
+    matched = shared[linear_sum_assignment(shared, maximize=True)].sum()
+    return float(2 * matched / (CENTRES[..., 0].size + (np.concatenate(ids) >= 0).sum()))
+
+
+def test_tracks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Videos, a stream and pictures, by weights that are set by hand to detect a disc's white middle, and exported."""
+    pytest.importorskip("trackers", reason=f"{NOT_HERE}requirements-track.txt")
+    yaml = {"anchors": [[2 * RADIUS] * 2], "backbone": [[-1, 1, "Conv", [8, 3, 2]]] * 3}
+    model = build_model({**yaml, "head": [[[2], 1, "Detect", ["nc", "anchors"]]]}, nc=1).requires_grad_(False)
+    for layer in model.model[:3]:  # a mean of 2 x 2 pixels
+        layer.conv.weight.zero_()[0, 0, 1:, 1:] = 0.25
+    model.model[0].conv.weight *= 20  # SiLU then hardly changes it
+    model.head.m[0].weight.zero_()[4, 0] = 3.0
+    model.head.m[0].bias.copy_(torch.tensor([0, 0, 0, 0, -20.0, 10.0]))
+    content = weights_content(model, {**model.yaml, "task": "detect"}, {0: "disc"}, {"imgsz": SIDE})
+    (weights := tmp_path / "best.pt").write_bytes(serialise(content))
+    images = [*map(draw_discs, CENTRES)]
+    videos = [write_video(tmp_path / name, "MJPG", *images) for name in ("a.avi", "b.avi")]
+    for number, image in enumerate(images):
+        cv2.imwrite(str(tmp_path / f"{number:03}.png"), image)
+    flags: dict[str, Any] = {"iou": 0.3, "save_txt": True, "save_csv": True, "save_format": 1, "project": tmp_path}
+    for file in (weights, *export.run(weights=weights, include="onnx")):
+        out = Path(detect.run(weights=file, source=videos, track=True, batch_size=3, **flags)["folder"])
+        table, printed = [*csv.DictReader((out / "predictions.csv").open(newline=""))], capsys.readouterr().out
+        for video in videos:
+            assert f"{video}: 3 tracks in 40 frames\n" in printed
+            rows = [np.loadtxt(out / "labels" / f"{video.stem}_{k}.txt", ndmin=2) for k in range(1, FRAMES + 1)]
+            ids = [frame[:, 5].astype(int) for frame in rows]
+            assert idf1(ids, [(frame[:, 1:3] + frame[:, 3:5]) / 2 for frame in rows]) > 0.9
+            tracks = [int(row["Track"]) for row in table if row["Image Name"].startswith(f"{video} ")]
+            assert tracks == np.concatenate(ids).tolist()
+            assert {*tracks} - {-1} == {0, 1, 2}
+    flags |= {"weights": weights, "source": tmp_path / "*.png"}
+    detect.run(**{**flags, "source": f"file://{videos[0]}"}, track="ocsort", vid_stride=2)
+    tracked, plain = (Path(detect.run(**flags, track=track)["folder"]) for track in ("sort", None))
+    assert "/a.avi: 3 tracks in 20 frames\n" in (printed := capsys.readouterr().out)
+    assert f"{tmp_path}: 3 tracks in 40 frames\n" in printed
+    assert (cv2.imread(str(tracked / "039.png")) != cv2.imread(str(plain / "039.png"))).any()
+    assert (plain / "predictions.csv").read_text().startswith("Image Name,Prediction,Confidence\n")
+    with pytest.raises(UserError, match="--track needs one process and no --save-json"):
+        detect.run(**flags, track=True, save_json=True)
+    predictor = Predictor(weights, iou_thres=0.3, quiet=True)
+    for name, frames in [*((name, iter(images)) for name in OBJECT_TRACKERS), ("ocsort", videos[0])]:
+        results = [*predictor.track(frames, name)]
+        assert idf1([each.ids for each in results], [each.xywh[:, :2] for each in results]) > 0.9
+        assert {found["track"] for each in results for found in each} - {-1} == {0, 1, 2}
+    assert sorted(results[-1].to_supervision().tracker_id.tolist()) == [0, 1, 2]
+    with pytest.raises(UserError, match="--track must be one of 'bytetrack'"):
+        next(predictor.track(images, tracker="deepsort"))
+    monkeypatch.setitem(sys.modules, "trackers", None)
+    with pytest.raises(UserError, match=r"^trackers is not installed; pip install --no-deps -r requirements-track"):
+        next(predictor.track(images))
 
 
 # Training from Python

@@ -162,6 +162,7 @@ OPTIONAL_METHODS = {
     "with_labels": ("save_hybrid", "its results are not joined with labels"),
     "coco_rows": ("save_json", "COCO has no format for its results"),
     "review": ("review", "its results are not compared with labels"),
+    "to_supervision": ("track", "its results are not boxes"),
     "joined": ("tile", "nor is `tiles` of a data YAML, because its results of windows are not joined"),
 }
 
@@ -178,6 +179,7 @@ class Prediction(Result, ABC):
     names: Mapping[int, str]  # of classes, by number
     # Returns the image, uint8 (h, w, 3) BGR, for `plot`; None in val.py.
     pixels: Callable[[], Image] | None = field(default=None, kw_only=True)
+    ids: np.ndarray | None = field(default=None, kw_only=True)  # tracks, int64 (k,), -1 without one; None if untracked
 
     @property
     @abstractmethod
@@ -222,6 +224,10 @@ class Prediction(Result, ABC):
     def review(self, info: Any) -> ImageReview:
         """Return how the predictions contradict the labels in the image's `info` of the batch (--review)."""
         raise UserError(Prediction.refused()["review"])
+
+    def to_supervision(self, with_masks: bool = True) -> Any:
+        """Return the objects as supervision.Detections (--track)."""
+        raise UserError(Prediction.refused()["track"])
 
     def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> Prediction:
         """Return the result for the image of which this and `others` are the windows that `infos` describe (--tile)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from models.heads.contract import EPSILON, xywh_to_xyxy, xyxy_to_xywh
 from models.tasks.contract import Image, Prediction, Thresholds
 from utils.batch import CocoImage, ImageInfo
-from utils.errors import plural
+from utils.errors import UserError, plural
 from utils.plots.drawing import Style, draw_boxes
 from utils.review import (
     DRAWN_CONFIDENCE,
@@ -28,6 +28,7 @@ from utils.review import (
     Contradiction,
     ImageReview,
 )
+from utils.user_code import class_named
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
 JOINED_CANDIDATES_PER_DETECTION = 10  # detections of an image's windows that are compared, the most confident
@@ -195,6 +196,14 @@ def contradictions(rows: np.ndarray, labels: np.ndarray) -> tuple[list[Contradic
     return [*found.values()], list(zip(true_classes[:-1].tolist(), support[:-1].tolist(), strict=True))
 
 
+def tracking_class(import_path: str) -> type[Any]:
+    """Return a class of a package of requirements-track.txt. Raises `UserError` if a package is not installed."""
+    try:
+        return class_named(import_path)
+    except ImportError as error:
+        raise UserError(f"{error.name} is not installed; pip install --no-deps -r requirements-track.txt") from None
+
+
 def cut_by_window(boxes: Tensor, info: ImageInfo) -> Tensor:
     """Return which boxes (k, 4) end at an edge of their window that is not one of the image, bool (k,)."""
     edges = torch.tensor(info.window, dtype=boxes.dtype)
@@ -252,8 +261,9 @@ class DetectionPrediction(Prediction):
         return np.asarray(self.rows[:, 5].long().numpy())
 
     def columns(self) -> dict[str, Any]:
-        """Return YOLOv5's columns: the corners of the boxes, confidences, class numbers and names."""
-        return {**dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.T, strict=True)), **super().columns()}
+        """Return YOLOv5's columns: the corners of the boxes, confidences, class numbers and names; and the tracks."""
+        tracks = {} if self.ids is None else {"track": self.ids}
+        return {**dict(zip(("xmin", "ymin", "xmax", "ymax"), self.boxes.T, strict=True)), **super().columns(), **tracks}
 
     def describe(self) -> str:
         """Format the number of detections of each class: `2 persons, 1 dog`, or `nothing`."""
@@ -265,6 +275,9 @@ class DetectionPrediction(Prediction):
         rows = self.rows.flip(0)
         classes = [int(label) for label in rows[:, 5].tolist()]
         texts = [style.text(self.names[k], value) for k, value in zip(classes, rows[:, 4].tolist(), strict=True)]
+        if self.ids is not None:
+            pairs = zip(texts, self.ids[::-1].tolist(), strict=True)
+            texts = [text if track < 0 else f"#{track} {text}".rstrip() for text, track in pairs]
         drawn: Image = image.copy()
         draw_boxes(drawn, rows[:, :4].numpy(), classes, texts, style.thickness)
         return drawn
@@ -278,13 +291,17 @@ class DetectionPrediction(Prediction):
         return parts
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, box and, if `with_confidence`, the confidence."""
+        """Return lines of a label file: class, box and, if `with_confidence`, the confidence; the track if tracked."""
         boxes = self.rows[:, :4] if corners else xyxy_to_xywh(self.rows[:, :4]) / torch.tensor(self.size * 2)
         rows = torch.cat((boxes, self.rows[:, 4:5]) if with_confidence else (boxes,), 1)
-        return [
+        return self.with_tracks(
             f"{int(label)} {' '.join(f'{value:.6g}' for value in row)}"
             for label, row in zip(self.rows[:, 5], rows.tolist(), strict=True)
-        ]
+        )
+
+    def with_tracks(self, lines: Iterable[str]) -> list[str]:
+        """Return the lines of a label file, each with its track if there are any."""
+        return [*map("{} {}".format, lines, self.ids)] if self.ids is not None else [*lines]
 
     def with_labels(self) -> DetectionPrediction:
         """Return the labels, with a confidence of 1, then the detections that overlap no label of their class by more
@@ -326,6 +343,14 @@ class DetectionPrediction(Prediction):
         remaining[is_cut.nonzero()[:, 0][part[inside]]] = False
         rows, planes = rows[remaining], planes[remaining]
         return replace(self, rows=rows[nms(planes, rows[:, 4], thresholds.iou_thres)[: thresholds.max_det]])
+
+    def to_supervision(self, with_masks: bool = True) -> Any:
+        """Return the detections as supervision.Detections, with a segmenter's masks if `with_masks`: they take time."""
+        mask = getattr(self, "masks", None) if with_masks else None
+        data = {"class_name": np.array([name for name, _ in self.items], str)}
+        return tracking_class("supervision:Detections")(
+            xyxy=self.boxes, mask=mask, confidence=self.scores, class_id=self.classes, tracker_id=self.ids, data=data
+        )
 
     def coco_rows(self) -> CocoImage:
         return CocoImage(self.image, self.path, self.rows.numpy())

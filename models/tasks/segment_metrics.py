@@ -238,7 +238,7 @@ class SegmentationPrediction(DetectionPrediction):
         return super().draw(drawn, style)
 
     def label_rows(self, with_confidence: bool, corners: bool = False) -> list[str]:
-        """Return lines of a label file: class, outline as normalised x y x y ..., and the confidence if asked for.
+        """Return lines of a label file: class, outline as normalised x y x y ..., confidence if asked for, and track.
 
         The outline of a mask with too few pixels for a polygon is its box. With `corners`: the lines of a detector.
         """
@@ -249,7 +249,7 @@ class SegmentationPrediction(DetectionPrediction):
             points = outline if len(outline) >= MIN_POLYGON_POINTS else _rectangle(xyxy) / self.size
             numbers = [*points.ravel().tolist(), *([confidence] if with_confidence else [])]
             lines.append(f"{int(label)} {' '.join(f'{number:.6g}' for number in numbers)}")
-        return lines
+        return self.with_tracks(lines)
 
     def with_labels(self) -> SegmentationPrediction:
         """Return the labels, with a confidence of 1, then the detections whose boxes overlap no label's box of the same

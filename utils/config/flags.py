@@ -179,6 +179,8 @@ OPTIMIZERS = (*ELEMENTWISE_OPTIMIZERS, "Adafactor", "Adagrad", "ASGD", "Rprop", 
 # Of --log-with: all that Accelerate knows, named like the packages to install.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS, PYTHON_FILE)
+# Of --track: classes of `trackers`, without their ending Tracker. Its McByte needs models of masks.
+OBJECT_TRACKERS = {"bytetrack": "ByteTrack", "ocsort": "OCSORT", "sort": "SORT", "botsort": "BoTSORT", "cbiou": "CBIoU"}
 # Headings of --help, in this order, the trackers' last; a script shows only the headings of its flags.
 GROUPS = (
     *("model", "data", "images", "training", "format", "predictions", "NMS", "drawing"),
@@ -430,6 +432,7 @@ class DetectOptions:
     classes: tuple[str, ...] = flag((), "names or numbers of classes; none: all", "predictions", needs="detections")
     agnostic_nms: bool = flag(False, "class-agnostic NMS", "predictions", needs="suppression")
     augment: bool = AUGMENT()
+    track: str = flag("", "track objects", "predictions", choices=(*OBJECT_TRACKERS,), const="bytetrack", needs="boxes")
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
     name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
     exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")

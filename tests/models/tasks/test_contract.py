@@ -56,7 +56,7 @@ class CountingTask(ClassificationTask):
 def test_what_each_task_leaves_out() -> None:
     left_out: dict[str, Any] = {name: entry.load().prediction for name, entry in TASKS.items()}
     refused = {name: set(prediction.refused()) for name, prediction in left_out.items()}
-    assert refused == {"detect": set(), "segment": {"tile"}, "classify": {"save_hybrid", "save_json", "tile"}}
+    assert refused == {"detect": set(), "segment": {"tile"}, "classify": {"save_hybrid", "save_json", "track", "tile"}}
 
 
 @pytest.mark.parametrize(("method", "flag"), [(method, flag) for method, (flag, _) in OPTIONAL_METHODS.items()])

@@ -23,6 +23,7 @@ from models.tasks.segment_metrics import (
     known_masks,
     mask_pairs,
 )
+from tests.conftest import NOT_HERE
 from tests.making import CLASS_NAMES, NO_CHANGE, image_info
 from tests.models.tasks.mask_batches import MAP, SIDE, mask_batch
 from utils.batch import Placement, SegmentationBatch
@@ -132,6 +133,16 @@ def prediction(*boxes: tuple[float, ...], labels: int = 0) -> SegmentationPredic
     outlines = [np.array([[a, b], [c, b], [c, d], [a, d]], np.float32) for a, b, c, d in shares.tolist()]
     source = masks_of(torch.ones(len(boxes), 20, 25), xyxy, SIZE)
     return SegmentationPrediction(3, "/data/a.jpg", CLASS_NAMES, SIZE, rows, label_rows, 0.6, source, outlines)
+
+
+def test_tracks() -> None:
+    """As the last column of a label, and with the masks, in their order, in supervision.Detections."""
+    given = replace(prediction(LEFT, RIGHT), ids=np.array([7, -1]))
+    assert [line.rsplit(maxsplit=2)[1:] for line in given.label_rows(True)] == [["0.9", "7"], ["0.8", "-1"]]
+    pytest.importorskip("supervision", reason=f"{NOT_HERE}requirements-track.txt")
+    found = given.to_supervision()
+    np.testing.assert_array_equal(found.mask, given.masks)
+    assert ([*found.data["class_name"]], found.tracker_id.tolist()) == (["disc", "traffic light"], [7, -1])
 
 
 def test_arrays() -> None:
