@@ -201,7 +201,7 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
             task = task_class(source.names(options.single_cls), task_class.recipe())
             model = task.build_model(model_yaml, settings.options.imgsz, start_from.source)
             trained = start_from.known_share(model, task) is not None
-        return task_class.recipes.choose(trained, lambda: len(source.spec.images("train")))
+        return task_class.recipes.choose(trained, lambda: len(source.spec.listing("train").images))
 
     origin = Origin.recorded(saved) if saved else start_from.origin
     settings = settings.resolve(task_class.recipe, choose, origin=origin.content())

@@ -20,6 +20,7 @@ import numpy as np
 from data.images import read_image, read_reduced, resize, scaled_shape
 from data.labels import file_stamps
 from data.tiles import Windows
+from utils.batch import PathArray
 from utils.console import log
 from utils.distributed.ranks import shared_memory
 from utils.errors import UserError
@@ -163,8 +164,7 @@ class Images:
     capacity: InitVar[int] = 0  # number of recent images that stay in memory
 
     def __post_init__(self, files: Sequence[Path], cache: str, capacity: int) -> None:
-        # Names in one block of memory, which loader processes share; Path objects would be copied into each.
-        self.names = np.array(list(map(os.fsencode, files)))
+        self.names = (files if isinstance(files, PathArray) else PathArray(files)).names
         # A large file is decoded once for all of its windows: training has them on disk, an evaluation in turn.
         on_disk = cache == "disk" or (self.windows and self.reduced)
         self.folder = f"{cache_folder() / 'images'}" if on_disk else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -203,7 +203,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return names
 
     @staticmethod
-    def files(spec: DataSpec) -> dict[str, list[Path]]:
+    def files(spec: DataSpec) -> Mapping[str, Sequence[Path]]:
         names = ("train", "val")
         return {name: [path for paths in split_classes(spec, name).values() for path in paths] for name in names}
 

@@ -18,6 +18,7 @@ from data.images import images_below, read_image_list
 from data.labels import RowRules, label_name
 from data.tiles import Tiles
 from utils import user_code
+from utils.batch import PathArray, path_texts
 from utils.config.flags import SHARE, Range, is_number
 from utils.config.hyperparameters import suggested_defaults
 from utils.console import log
@@ -47,14 +48,14 @@ OTHER_KEYS = (
 class Listing(NamedTuple):
     """The image files of a split."""
 
-    images: list[Path]  # sorted, each once, of each data set
+    images: PathArray  # sorted, each once, of each data set
     problems: list[str]  # messages about omitted lines and files
     annotated: tuple[formats.AnnotatedImages, ...] = ()  # of images that annotations describe; others have label files
 
     def label_files(self) -> list[Path]:
         """Return the files that the labels are read from; label files may not exist."""
         described = {path for split in self.annotated for path in split.images}
-        names = [str(image) for image in self.images if str(image) not in described]
+        names = [image for image in path_texts(self.images) if image not in described]
         return [*(file for split in self.annotated for file in split.files), *map(Path, map(label_name, names))]
 
 
@@ -93,13 +94,13 @@ class DataSpec:
 
     def images(self, split: str) -> list[Path]:
         """Return the image files of a split, sorted, each once. Raises `UserError` if it is absent or empty."""
-        return self.listing(split).images
+        return list(self.listing(split).images)
 
     def listing(self, split: str) -> Listing:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
         if split in self.sets:
             paths, problems, annotated = zip(*(part.listing(split) for part in self.sets[split]), strict=True)
-            return Listing([*chain(*paths)], [*chain(*problems)], (*chain(*annotated),))
+            return Listing(PathArray(chain(*map(path_texts, paths))), [*chain(*problems)], (*chain(*annotated),))
         if split == "test" or not self.holds_out:
             return self._whole_listing(split)
         if "listing" not in self.walked:
@@ -108,7 +109,7 @@ class DataSpec:
         held_images = hold_out(whole.images, self.split, self.split_seed)
         if not held_images:
             raise UserError(f"{self.file}: `train:` has one image, so `split:` leaves none to hold out; add images")
-        images = [image for image in whole.images if (image in held_images) == (split == "val")]
+        images = PathArray(image for image in whole.images if (image in held_images) == (split == "val"))
         return Listing(images, [] if split == "val" else whole.problems, whole.annotated)  # `train:` reports them
 
     def _whole_listing(self, split: str) -> Listing:
@@ -133,7 +134,7 @@ class DataSpec:
             searched = "; ".join([", ".join(dict.fromkeys(map(str, locations))), *problems])
             raise UserError(f"{self.file}: `{split}:` has no images in {searched}; put images there or fix the path")
         images = sorted(set(listed), key=lambda image: image.replace(os.sep, "\0"))  # as Paths, folder by folder
-        return Listing(list(map(Path, images)), problems, tuple(annotated))
+        return Listing(PathArray(images), problems, tuple(annotated))
 
     def annotation_file(self, split: str, images: Sequence[Path]) -> Path | None:
         """Return the COCO file that a split consists of, or is held out of, else instances_<folder of `images`>.json.

@@ -28,7 +28,7 @@ from data.augmentations import UserAugmentations, read_augmentations
 from data.cache import Images
 from data.data_yaml import DataSpec, read_data
 from data.sampler import GlobalBatches, SampleIndex, Sampling
-from utils.batch import Batch, Split
+from utils.batch import Batch, Split, path_texts
 from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.distributed.failure import init_worker
@@ -140,7 +140,7 @@ class DataSet(ABC, Generic[S]):
 
     @staticmethod
     @abstractmethod
-    def files(spec: DataSpec) -> dict[str, list[Path]]:
+    def files(spec: DataSpec) -> Mapping[str, Sequence[Path]]:
         """Return all files that training reads, by kind, such as `labels of train`; some may not exist."""
 
     @abstractmethod
@@ -225,7 +225,8 @@ class DataSet(ABC, Generic[S]):
             rest = f" and {len(classes) - PRINTED_NAMES} more" if len(classes) > PRINTED_NAMES else ""
             log(f"{title}{', '.join(classes[:PRINTED_NAMES])}{rest}" if classes else "")
         real = cache(os.path.realpath)  # each folder is resolved once, which is fast
-        paths = [{(real(folder), name) for folder, name in map(os.path.split, split.images)} for split in (train, val)]
+        files = (map(os.path.split, path_texts(split.images)) for split in (train, val))
+        paths = [{(real(folder), name) for folder, name in split_files} for split_files in files]
         if shared := paths[0] & paths[1]:
             count = f"{len(shared)} of the {len(val.images)} validation images are training images too"
             log(f"warning: {count}, such as {os.path.join(*min(shared))}; the metrics will look better than they are")
@@ -248,7 +249,7 @@ class DataSource:
             raise UserError(f"{self.spec.file}: lists of data sets are for detectors and segmenters only; give paths")
         return self.dataset_class.class_names(self.spec, single_cls)
 
-    def files(self) -> dict[str, list[Path]]:
+    def files(self) -> Mapping[str, Sequence[Path]]:
         """Return all files that training reads, by kind."""
         return self.dataset_class.files(self.spec)
 
@@ -274,8 +275,9 @@ def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:
     """Return the number of images of a split, and hashes of their file names, of their sizes in bytes and of labels."""
-    names = os.fsencode("\n".join(path.name for path in images))
-    sizes = "\n".join(str(path.stat().st_size) for path in images)
+    paths = path_texts(images)
+    names = os.fsencode("\n".join(map(os.path.basename, paths)))
+    sizes = "\n".join(str(os.stat(path).st_size) for path in paths)
     return {
         "count": str(len(images)),
         "files": hashlib.sha256(names).hexdigest(),

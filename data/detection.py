@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,7 +35,7 @@ from data.images import read_image, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
 from data.tiles import Windows, cut, in_file, training_windows
-from utils.batch import Batch, BoxSplit, ImageInfo, Instances, Placement, Subset
+from utils.batch import Batch, BoxSplit, ImageInfo, Instances, PathArray, Placement, Subset, path_texts
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
 from utils.errors import UserError, plural
@@ -184,7 +184,7 @@ def collate(items: Sequence[Item]) -> Batch:
 class DetectionSplit(BoxSplit):
     """The images of one split that can be read, and their labels."""
 
-    images: list[Path]
+    images: PathArray
     labels: Labels
     problems: tuple[str, ...] = ()
     windows: Windows | None = None  # that the images are, if they are parts of files
@@ -255,7 +255,7 @@ class DetectionData(DataSet[DetectionSplit]):
         return {0: "item"} if single_cls and len(spec.names) > 1 else spec.names
 
     @staticmethod
-    def files(spec: DataSpec) -> dict[str, list[Path]]:
+    def files(spec: DataSpec) -> Mapping[str, Sequence[Path]]:
         """Return the images and label files of training and validation; some label files may not exist."""
         listings = {split: spec.listing(split) for split in ("train", "val")}
         images = {split: listing.images for split, listing in listings.items()}
@@ -278,14 +278,14 @@ class DetectionData(DataSet[DetectionSplit]):
             raise UserError(f"{self.spec.file}: {fault}; leave them out, or the shares of the data sets")
         parts = [replace(self, spec=spec)._read(name, rules) for spec in specs or [self.spec]]
         labels = Labels.concatenate([part.labels for part in parts])
-        images = [image for part in parts for image in part.images]
+        images = parts[0].images if len(parts) == 1 else PathArray(chain(*(path_texts(part.images) for part in parts)))
         problems = tuple(problem for part in parts for problem in part.problems)
         if name == "train" and not len(labels.rows):
             raise UserError(problems[0])
         ends, windows = np.cumsum([len(part.images) for part in parts]), None
         if tiles and hyp is not None:
             windows = training_windows(labels, images, tiles)
-            images, labels = [images[k] for k in windows.images.tolist()], windows.labels
+            images, labels = images[windows.images], windows.labels
             ends = np.searchsorted(windows.images, ends)
         return DetectionSplit(images, labels, problems, windows, subsets(specs, ends))
 
@@ -295,7 +295,7 @@ class DetectionData(DataSet[DetectionSplit]):
         labels = load_labels(listing.images, f"{name} labels", self.options.workers, rules, listing.annotated)
         problems = (*listing.problems, *labels.problems)
         readable = self.usable(name, labels.sizes, problems)
-        images, labels = list(compress(listing.images, readable)), labels.subset(readable)
+        images, labels = listing.images[readable], labels.subset(readable)
         if not len(labels.rows):
             expected = f"the label file of {images[0]} is expected at {label_name(str(images[0]))}"
             if listing.annotated:
@@ -376,7 +376,7 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         if windows := self.cut(split):
-            split = DetectionSplit([split.images[k] for k in windows.images.tolist()], windows.labels, (), windows)
+            split = DetectionSplit(split.images[windows.images], windows.labels, (), windows)
         form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": split.windows}
         images = Images(split.images, split.labels.sizes, self.imgsz, **form, cache=self.options.cache)
         items = self.evaluation_items(images, split.labels, windows=windows)

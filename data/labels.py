@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from data.images import image_size
 from data.polygons import Polygons, part_offsets
+from utils.batch import path_texts
 from utils.console import log
 from utils.errors import UserError, plural, quoted
 from utils.files import cache_folder, one_at_a_time, read_regular, read_text, replacing
@@ -258,7 +259,7 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
 
 def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[AnnotatedImages]) -> str:
     """Return a hash of the paths, and of the `file_stamps` of every image, label and annotation file."""
-    names = list(map(os.fspath, images))
+    names = path_texts(images)
     digest = hashlib.sha256(f"{rules} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(Path(inspect.getfile(type(rules))).read_bytes() if rules else b"")  # the rules may be a user's
     digest.update(os.fsencode("\0".join(names)))

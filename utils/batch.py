@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -142,10 +143,33 @@ class Subset(NamedTuple):
     samples: int  # samples per epoch, if the split is trained on
 
 
+class PathArray(Sequence[Path]):
+    """Paths in one block of memory, which loader processes share: a tenth of the memory that as many `Path`s take."""
+
+    def __init__(self, paths: Iterable[str | Path] | np.ndarray) -> None:
+        self.names = paths if isinstance(paths, np.ndarray) else np.array(list(map(os.fsencode, paths)), bytes)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:  # to any sequence of the same paths
+        return isinstance(other, Sequence) and path_texts(self) == path_texts(other)
+
+    def __getitem__(self, index: Any) -> Any:  # a Path, or a PathArray for a slice or an array of indices or bools
+        chosen = self.names[index]
+        return Path(os.fsdecode(chosen)) if isinstance(chosen, bytes) else PathArray(chosen)
+
+
+def path_texts(paths: Sequence[Path]) -> list[str]:
+    """Return paths as text, those of a `PathArray` without making `Path`s, which takes three microseconds each."""
+    names = paths.names.tolist() if isinstance(paths, PathArray) else paths
+    return list(map(os.fsdecode, names))
+
+
 class Split(ABC):
     """The usable images of one split, with their labels."""
 
-    images: list[Path]  # by image index
+    images: Sequence[Path]  # by image index
     sets: tuple[Subset, ...] = ()  # the data sets that the split lists, if it does
     problems: tuple[str, ...]  # sentences of the form `what is wrong; what is left out`
 

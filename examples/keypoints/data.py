@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ class ImageInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class HeatmapSplit(Split):
-    images: list[Path]
+    images: Sequence[Path]
     labels: list[np.ndarray]  # (m, 3) each
     sizes: np.ndarray  # (n, 2), width and height, pixels
     problems: tuple[str, ...] = ()
@@ -95,7 +94,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         return spec.names
 
     @staticmethod
-    def files(spec: DataSpec) -> dict[str, list[Path]]:
+    def files(spec: DataSpec) -> Mapping[str, Sequence[Path]]:
         images = {split: spec.images(split) for split in ("train", "val")}
         return images | {
             f"labels of {split}": [Path(label_name(str(image))) for image in files] for split, files in images.items()
@@ -106,7 +105,7 @@ class HeatmapData(DataSet[HeatmapSplit]):
         scanned = load_labels(images, f"{name} images", self.options.workers, rules=None)
         problems = (*unlisted, *scanned.problems)
         readable = self.usable(name, scanned.sizes, problems)
-        images = list(compress(images, readable))
+        images = images[readable]
         labels = [read_points(label_name(str(image)), len(self.spec.names)) for image in images]
         return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
 
