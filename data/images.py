@@ -6,7 +6,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -17,6 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
+from utils.batch import channel_count
 from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import SETTINGS_FILE, read_regular, read_text
@@ -33,12 +34,14 @@ JPEG_FLAGS = dict(zip((1, 2, 4, 8), (cv2.IMREAD_COLOR, *REDUCED), strict=True))
 LARGE_PIXELS = 2_000_000  # inclusive upper bound of a photo that `read_reduced` reads like any image
 
 
-def is_image(name: str) -> bool:
+def is_image(name: str, suffixes: Collection[str] = IMAGE_SUFFIXES) -> bool:
     """Return whether a file's suffix is one of an image, and it is not hidden, as macOS's `._a.jpg` beside `a.jpg`."""
-    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
+    return os.path.splitext(name)[1].lower() in suffixes and not name.startswith(".")
 
 
-def images_below(folder: Path, problems: list[str] | None = None) -> Iterator[str]:
+def images_below(
+    folder: Path, problems: list[str] | None = None, suffixes: Collection[str] = IMAGE_SUFFIXES
+) -> Iterator[str]:
     """Yield every image below a folder, except hidden ones and those in run folders, which `problems` lists."""
     visited = set()  # links are followed, but each folder is read once
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
@@ -48,7 +51,7 @@ def images_below(folder: Path, problems: list[str] | None = None) -> Iterator[st
             continue
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(path, name) for name in sorted(files) if is_image(name))
+        yield from (os.path.join(path, name) for name in sorted(files) if is_image(name, suffixes))
 
 
 def is_run_folder(folder: str | Path, problems: list[str] | None = None) -> bool:
@@ -204,6 +207,8 @@ def resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarra
     if shape == (width, height):
         return image
     interpolation = cv2.INTER_AREA if smooth and max(shape) < max(height, width) else cv2.INTER_LINEAR
+    if channel_count(image) > 4:  # OpenCV averages the areas of 4 channels at most
+        return np.dstack([cv2.resize(plane, shape, interpolation=interpolation) for plane in cv2.split(image)])
     return cv2.resize(image, shape, interpolation=interpolation)
 
 

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from data.channels import read_pixels, stacked_files
 from data.images import image_size
 from data.polygons import Polygons, part_offsets
+from utils.batch import PHOTOS, PixelFormat
 from utils.console import log
 from utils.errors import UserError, plural, quoted
 from utils.files import cache_folder, one_at_a_time, read_regular, read_text, replacing
@@ -51,6 +53,7 @@ class RowRules:
     tolerance: float = OUTLINE_TOLERANCE  # how far outside of [0, 1] the coordinates of points may be, below 1
     keypoints: int = 0  # numbers of key points that may follow a box, which are not used; if any, no row is a polygon
     boxed: bool = False  # whether a polygon may follow its own box, as in an annotation that has both
+    pixels: PixelFormat = PHOTOS  # of the images
 
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
@@ -258,11 +261,11 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
 
 def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[AnnotatedImages]) -> str:
     """Return a hash of the paths, and of the `file_stamps` of every image, label and annotation file."""
-    names = list(map(os.fspath, images))
+    names, folders = list(map(os.fspath, images)), rules.pixels.folders if rules else ()
     digest = hashlib.sha256(f"{rules} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(Path(inspect.getfile(type(rules))).read_bytes() if rules else b"")  # the rules may be a user's
     digest.update(os.fsencode("\0".join(names)))
-    digest.update(file_stamps(names))
+    digest.update(file_stamps(os.fspath(file) for image in images for file in stacked_files(image, folders)))
     if rules:
         for split in annotated:
             digest.update(split.stamp())
@@ -341,11 +344,15 @@ def _scan_item(item: tuple[Path, RowRules | None, ImageRows | None]) -> Scan:
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:
     """Check an image and its label file or annotations. It is left out if bad, or if it has rows but no valid one."""
     restored: list[str] = []
+    pixels = rules.pixels if rules else PHOTOS
+    is_photo = pixels == PHOTOS
     try:
-        size = image_size(image, restored.append)
+        size = image_size(image, restored.append) if is_photo else read_pixels(image, pixels).shape[1::-1]
     except Exception as error:  # Pillow raises many kinds for a damaged file
         reason = getattr(error, "strerror", None) or error
-        return Scan(problems=[f"{image}: not readable as an image ({reason}); left out"])
+        return Scan(
+            problems=[f"{image}: not readable as an image ({reason}); left out" if is_photo else f"{error}; left out"]
+        )
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if rules is None:

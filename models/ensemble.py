@@ -25,7 +25,7 @@ from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
 from models.tasks.contract import Model, Postprocess, Prediction, Task, Thresholds, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
-from utils.batch import Batch, layout
+from utils.batch import Batch, PixelFormat, layout
 from utils.config.settings import refuse_flags
 from utils.console import log
 from utils.errors import UserError, plural
@@ -147,6 +147,15 @@ class Members:
         reason = "fixed by the exported file" if fixed else "stored in the checkpoint"
         log(f"image size {format_sides(size)} ({reason})")
         return ImageSize(size, is_fixed=bool(fixed))
+
+    def pixel_format(self, data: PixelFormat | None = None, source: object = "") -> PixelFormat:
+        """Return how images are read. Raises `UserError` if the files, or the `data` set `source`, differ in it."""
+        forms = {name: PixelFormat.of_model(content.model or {}) for name, content in self.weights.items()}
+        (first, common), *others = [*forms.items(), *([(source, data)] if data else [])]
+        for name, form in others:
+            if str(form) != str(common):
+                raise UserError(f"{first} takes images of {common}, and {name} has {form}; both must be the same")
+        return common
 
     @property
     def exported(self) -> dict[str, ExportMetadata]:

@@ -60,6 +60,22 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LI
     return image
 
 
+def display_pixels(image: np.ndarray) -> np.ndarray:
+    """Return pixels, as `read_pixels` does, for display, uint8 (h, w, 3) BGR: the first three channels, or one."""
+    image = image if image.dtype == np.uint8 else (image >> 8).astype(np.uint8)
+    return (
+        image
+        if image.shape[2:] == (3,)
+        else np.atleast_3d(image)[..., [-3, -2, -1] if image.shape[2:] > (3,) else [-1] * 3]
+    )
+
+
+def display_planes(images: np.ndarray) -> np.ndarray:
+    """Return the pixels of a batch (b, channels, h, w) for display, uint8 (b, 3, h, w) RGB."""
+    planes = images[:, [0, 1, 2] if images.shape[1] > 2 else [0, 0, 0]]
+    return planes if planes.dtype == np.uint8 else (planes >> 8).astype(np.uint8)
+
+
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
     """Return a grid of up to 16 images, uint8 (b, 3, h, w) RGB, with their boxes; targets as in `Batch`, (m, 6)."""
     images = images[:MAX_GRID_IMAGES]
