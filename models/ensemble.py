@@ -148,11 +148,11 @@ class Members:
         log(f"image size {format_sides(size)} ({reason})")
         return ImageSize(size, is_fixed=bool(fixed))
 
-    def pixel_format(self, data: PixelFormat | None = None, source: object = "") -> PixelFormat:
+    def pixel_format(self, data: PixelFormat | None = None, source: str = "") -> PixelFormat:
         """Return how images are read. Raises `UserError` if the files, or the `data` set `source`, differ in it."""
         forms = {name: PixelFormat.of_model(content.model or {}) for name, content in self.weights.items()}
-        (first, common), *others = [*forms.items(), *([(source, data)] if data else [])]
-        for name, form in others:
+        first, common = next(iter(forms.items()))
+        for name, form in {**forms, **({source: data} if data else {})}.items():
             if str(form) != str(common):
                 raise UserError(f"{first} takes images of {common}, and {name} has {form}; both must be the same")
         return common

@@ -63,11 +63,8 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LI
 def display_pixels(image: np.ndarray) -> np.ndarray:
     """Return pixels, as `read_pixels` does, for display, uint8 (h, w, 3) BGR: the first three channels, or one."""
     image = image if image.dtype == np.uint8 else (image >> 8).astype(np.uint8)
-    return (
-        image
-        if image.shape[2:] == (3,)
-        else np.atleast_3d(image)[..., [-3, -2, -1] if image.shape[2:] > (3,) else [-1] * 3]
-    )
+    image = image if image.shape[2:] >= (3,) else np.dstack([np.atleast_3d(image)[..., -1]] * 3)
+    return np.ascontiguousarray(image[..., -3:])
 
 
 def display_planes(images: np.ndarray) -> np.ndarray:
