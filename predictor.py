@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -170,7 +169,7 @@ class Predictor:
             single = items == [MediaItem("picture", str(source))]
             predictions = Results()
             for frame in read_files(items, self.pixels):
-                read = partial(frame._replace(image=NO_PIXELS).read, self.pixels)
+                read = frame._replace(image=NO_PIXELS).read
                 predictions.append(self._predict_image(frame.title, frame.image, read))
         else:
             pixels, name = as_pixels(source, self.bgr, self.pixels), str(getattr(source, "filename", "") or "image")

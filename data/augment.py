@@ -23,7 +23,8 @@ from data.polygons import Polygons
 from utils.batch import PHOTOS, PixelFormat, Placement, channel_count
 from utils.config.hyperparameters import Augmentation
 
-PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image: see `padding`
+PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
+PADDING = {np.uint8: PADDING_LEVEL, np.uint16: 257 * PADDING_LEVEL}  # the same by the type of an image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
 MIN_BOX_PIXELS = 2  # exclusive lower bound of a warped box's sides
 MIN_AREA_SHARE = 0.1  # exclusive lower bound of a warped box's area over its area before
@@ -49,11 +50,6 @@ class Sample(NamedTuple):
         return np.zeros(len(self.boxes), bool) if self.polygons is None else self.polygons.counts > 0
 
 
-def padding(dtype: np.dtype[Any] | type) -> int:
-    """Return the grey outside of images of a type."""
-    return PADDING_LEVEL * int(np.iinfo(dtype).max) // 255
-
-
 @contextmanager
 def seed_torch(generator: np.random.Generator) -> Iterator[None]:
     """Seed torch's CPU generator from `generator` inside the block, and restore its state afterwards."""
@@ -74,8 +70,8 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool
     left, top = round(spare[0] - 0.1), round(spare[1] - 0.1)  # an odd pixel goes to the right and the bottom
     right, bottom = round(spare[0] + 0.1), round(spare[1] + 0.1)
     if left or top or right or bottom:
-        grey = (padding(image.dtype),) * 4
-        image = cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=grey)
+        form = cv2.BORDER_CONSTANT, None, (PADDING[image.dtype.type],) * 4
+        image = cv2.copyMakeBorder(image, top, bottom, left, right, *form)
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     polygons = sample.polygons
     if polygons is not None:
@@ -118,7 +114,7 @@ def warp_mosaic(
         matrix: 3x3 matrix from pixels of the canvas to pixels of the result, of the scale factor `scale`
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
-    result = np.full(pixels.shape(*shape), padding(pixels.dtype), pixels.dtype)
+    result = np.full(pixels.shape(*shape), PADDING[pixels.dtype], pixels.dtype)
     before, after, classes, outlines, bounds, outlined = [], [], [], [], [], []
     for number, position in enumerate(positions):
         part = (max(position[0], 0), max(position[1], 0), min(position[2], canvas), min(position[3], canvas))
@@ -134,7 +130,11 @@ def warp_mosaic(
             polygons = polygons and polygons.with_points(polygons.points * factors[:2] + shifts[:2])
         else:
             _draw_warped(result, tile, matrix)
-            polygons, limits = polygons and _warp_outlines(polygons, tile, matrix), (0, 0, *shape[::-1])
+            limits = (0, 0, *shape[::-1])
+            if polygons is not None:  # cut off at the edge of the canvas
+                points = polygons.points * tile.ratio + position[:2]
+                polygons, _ = polygons.with_points(points).cut(np.array(part))
+                polygons = polygons.with_points(warp_points(polygons.points, matrix))
         if polygons is not None:
             outlines.append(polygons)
             bounds.append(np.tile(limits, (len(polygons.counts), 1)))
@@ -228,12 +228,6 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     )
 
 
-def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray) -> Polygons:
-    """Return the outlines of an image, cut off at the edge of the canvas, in pixels of the result."""
-    polygons, _ = polygons.with_points(polygons.points * tile.ratio + tile.position[:2]).cut(np.array(tile.part))
-    return polygons.with_points(warp_points(polygons.points, matrix))
-
-
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
     """Warp an image into `shape` by OpenCV's affine function, or its slower one for a matrix with perspective."""
     if matrix[2, :2].any():
@@ -276,7 +270,7 @@ def random_warp(
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     image = sample.image
     if image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
-        image = _warp_image(image, matrix, shape, borderValue=(padding(image.dtype),) * 4)
+        image = _warp_image(image, matrix, shape, borderValue=(PADDING[image.dtype.type],) * 4)
     boxes, polygons = warp_boxes(sample.boxes, matrix, shape), sample.polygons
     if polygons is not None:
         warped = polygons.with_points(warp_points(polygons.points, matrix).astype(np.float32))

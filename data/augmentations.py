@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data.augment import MIN_AREA_SHARE, Sample, seed_torch
-from utils.batch import reverse_channels
 from utils.errors import UserError
 from utils.user_code import explained, imported
 
@@ -32,7 +31,8 @@ class UserAugmentations(NamedTuple):
 
     def __call__(self, sample: Sample, rng: np.random.Generator, image: str) -> Sample:
         """Return the changed sample of the file `image`. Raises `UserError` with file and callable if one fails."""
-        parts = {"image": reverse_channels(sample.image), "boxes": sample.boxes, "classes": sample.classes}
+        order = np.s_[..., ::-1] if sample.image.ndim == 3 else np.s_[...]
+        parts = {"image": sample.image[order], "boxes": sample.boxes, "classes": sample.classes}
         parts = _checked(parts, sample, self.classes)
         with seed_torch(rng):
             random.seed(int(rng.integers(2**63)))
@@ -44,7 +44,7 @@ class UserAugmentations(NamedTuple):
                     names = [name for name in parameters if name in parts]
                     changed = dict(zip(names, (returned,) if len(names) == 1 else returned, strict=True))
                     parts = _checked(parts | changed, sample, self.classes)
-        pixels, classes = np.ascontiguousarray(reverse_channels(parts["image"])), parts["classes"].astype(np.float32)
+        pixels, classes = np.ascontiguousarray(parts["image"][order]), parts["classes"].astype(np.float32)
         return Sample(pixels, parts["boxes"], classes, sample.polygons)
 
 

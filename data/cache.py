@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -18,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.channels import read_pixels, stacked_files
-from data.images import read_reduced, resize, scaled_shape
+from data.images import read_pixels, read_reduced, resize, scaled_shape, stacked_files
 from data.labels import file_stamps
 from data.tiles import Windows
 from utils.batch import PHOTOS, PixelFormat
@@ -52,7 +50,6 @@ class ImageStore:
     Args:
         shapes: (n, 2), height and width of all images
         capacity: number of a ring's slots; fewer if memory is short
-        pixels: format of the images
     """
 
     def __init__(self, shapes: np.ndarray, capacity: int | None = None, pixels: PixelFormat = PHOTOS) -> None:
@@ -134,7 +131,7 @@ class ImageStore:
     def _pixels(self, slot: int, index: int) -> np.ndarray:
         start = int(self.starts[slot])
         shape, dtype = self.pixels.shape(*self.shapes[index].tolist()), self.pixels.dtype
-        return np.frombuffer(self.memory.buffer, dtype, math.prod(shape), start).reshape(shape)
+        return np.frombuffer(self.memory.buffer, dtype, int(np.prod(shape)), start).reshape(shape)
 
     def _lock(self, byte: int, mode: int) -> bool:
         """Lock a byte for this process; return False if another process has locked it."""

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from data import formats
 from data.builtin import DRAWN_SETS
-from data.channels import PIXEL_SUFFIXES, read_pixels
-from data.images import IMAGE_SUFFIXES, images_below, read_image_list
+from data.images import NPY_SUFFIX, images_below, read_image_list, read_pixels
 from data.labels import RowRules, label_name
 from data.tiles import Tiles
 from utils import user_code
@@ -36,6 +35,7 @@ DATA_KEYS = (
     *("draw", "download", "defaults", "tiles", "channels", "range"),
 )
 TILE_RANGES = {"size": Range(32), "overlap": Range(0, 0.9), "background": SHARE}
+TILES = "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)"
 SET_KEYS = ("path", "name", "share", "weight", "rename")  # keys of each data set in a list of several
 # Parts of a path that name no data set.
 COMMON_NAMES = {"images", "annotations", "data", "dataset", "..", os.sep, *chain(*formats.SPLIT_FOLDERS.values())}
@@ -118,7 +118,7 @@ class DataSpec:
     def _whole_listing(self, split: str) -> Listing:
         """Return the image files that `split` names in the YAML."""
         folders = [root / folder for root in self.roots for folder in self.image_folders.get(split, ())]
-        locations, suffixes = self.locations(split), IMAGE_SUFFIXES if self.pixels == PHOTOS else PIXEL_SUFFIXES
+        locations, suffixes = self.locations(split), (NPY_SUFFIX,) * (self.pixels != PHOTOS)
         problems: list[str] = []
         listed: list[str] = []  # as text, because many Paths are slow
         annotated: list[formats.AnnotatedImages] = []
@@ -250,11 +250,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
-    check(
-        "tiles",
-        "tiles" not in content or _are_tiles(content["tiles"]),
-        "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)",
-    )
+    check("tiles", _are_tiles(content.get("tiles", {"size": 32})), TILES)
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:

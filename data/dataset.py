@@ -246,11 +246,10 @@ class DataSource:
 
     def names(self, single_cls: bool = False) -> dict[int, str]:
         """Return the classes by number. Raises `UserError`."""
-        spec = self.spec
-        if (spec.sets or spec.pixels != PHOTOS) and not self.dataset_class.has_boxes:
+        if (self.spec.sets or self.spec.pixels != PHOTOS) and not self.dataset_class.has_boxes:
             fault = "lists of data sets, `channels` and `range` are for detectors and segmenters only; leave them out"
-            raise UserError(f"{spec.file}: {fault}")
-        return self.dataset_class.class_names(spec, single_cls)
+            raise UserError(f"{self.spec.file}: {fault}")
+        return self.dataset_class.class_names(self.spec, single_cls)
 
     def files(self) -> dict[str, list[Path]]:
         """Return all files that training reads, by kind."""

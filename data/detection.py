@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.augment import MOSAIC_PARTNERS, Augmenter, Sample, letterbox, padding
+from data.augment import MOSAIC_PARTNERS, PADDING, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
 from data.cache import Images
-from data.channels import read_pixels
 from data.data_yaml import DataSpec
 from data.dataset import (
     DataOptions,
@@ -32,7 +31,7 @@ from data.dataset import (
     split_identity,
     stack_in_place,
 )
-from data.images import resize, resize_long_side
+from data.images import read_pixels, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
 from data.tiles import Windows, cut, in_file, training_windows
@@ -117,7 +116,7 @@ class TrainingItems(_Items):
         image, boxes = sample.image.copy(), pixel_boxes(hidden, *sample.image.shape[1::-1])
         for (x1, y1, x2, y2), is_label in [*((box, False) for box in boxes), *((box, True) for box in sample.boxes)]:
             part = np.s_[max(math.floor(y1), 0) : math.ceil(y2), max(math.floor(x1), 0) : math.ceil(x2)]
-            image[part] = sample.image[part] if is_label else padding(image.dtype)
+            image[part] = sample.image[part] if is_label else PADDING[image.dtype.type]
         return sample._replace(image=image)
 
     def size(self, index: int) -> tuple[int, int]:
@@ -368,14 +367,9 @@ class DetectionData(DataSet[DetectionSplit]):
         batches = training_batches(
             options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners, split.sets
         )
-        form: Any = {
-            "reduced": True,
-            "stretched": self.fit == "stretch",
-            "windows": split.windows,
-            "pixels": split.pixels,
-        }
-        images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         user, windows = self.user_augmentations(), split.windows
+        form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": windows, "pixels": split.pixels}
+        images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         items = self.training_items(images, split.labels, augment, seed, options, user, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
 

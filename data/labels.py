@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.channels import read_pixels, stacked_files
-from data.images import image_size
+from data.images import image_size, read_pixels, stacked_files
 from data.polygons import Polygons, part_offsets
 from utils.batch import PHOTOS, PixelFormat
 from utils.console import log
@@ -345,14 +344,12 @@ def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows
     """Check an image and its label file or annotations. It is left out if bad, or if it has rows but no valid one."""
     restored: list[str] = []
     pixels = rules.pixels if rules else PHOTOS
-    is_photo = pixels == PHOTOS
     try:
-        size = image_size(image, restored.append) if is_photo else read_pixels(image, pixels).shape[1::-1]
+        size = image_size(image, restored.append) if pixels == PHOTOS else read_pixels(image, pixels).shape[1::-1]
     except Exception as error:  # Pillow raises many kinds for a damaged file
         reason = getattr(error, "strerror", None) or error
-        return Scan(
-            problems=[f"{image}: not readable as an image ({reason}); left out" if is_photo else f"{error}; left out"]
-        )
+        fault = f"{image}: not readable as an image ({reason})" if pixels == PHOTOS else error
+        return Scan(problems=[f"{fault}; left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if rules is None:

@@ -18,9 +18,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data.channels import NPY_SUFFIX, read_pixels, to_format
-from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable_image
-from utils.batch import PHOTOS, PixelFormat, reverse_channels
+from data.images import IMAGE_SUFFIXES, NPY_SUFFIX, read_whole_image, to_format, unreadable_image
+from utils.batch import PHOTOS, PixelFormat
 from utils.console import log
 from utils.errors import UserError
 from utils.files import cache_folder, download, read_text
@@ -49,15 +48,16 @@ class Frame(NamedTuple):
     image: np.ndarray  # pixels as displayed, uint8 (h, w, 3) BGR, or as `read_pixels` returns them
     number: int = 0  # index among all frames of the video or stream
     fps: float = 0.0  # frame rate of the video or stream; 0 for a picture
+    pixels: PixelFormat = PHOTOS
 
     @property
     def title(self) -> str:
         """The name of the file, address or camera; of a video or stream with the number of the frame, from 1."""
         return self.item.name if self.item.kind == "picture" else f"{self.item.name} ({self.number + 1})"
 
-    def read(self, pixels: PixelFormat = PHOTOS) -> np.ndarray:
+    def read(self) -> np.ndarray:
         """Return the pixels of a file's picture or frame again, skipping the frames before it. Raises `UserError`."""
-        media = Media([self.item], max(self.number, 1), pixels)
+        media = Media([self.item], max(self.number, 1), self.pixels)
         for frame in media:
             if frame.number == self.number:
                 return frame.image
@@ -137,8 +137,7 @@ class Media:
         for item in self.items:
             try:
                 if item.kind == "picture":
-                    file, is_photo = local_file(item), self.pixels == PHOTOS
-                    yield Frame(item, read_whole_image(file) if is_photo else read_pixels(file, self.pixels))
+                    yield Frame(item, read_whole_image(local_file(item), self.pixels), pixels=self.pixels)
                 else:
                     yield from self._video(item)
             except UserError as error:
@@ -192,7 +191,7 @@ def as_pixels(image: Any, bgr: bool = False, pixels: PixelFormat = PHOTOS) -> np
     RGB order, or BGR if `bgr`. For other `pixels` it is an array, as of a file, which becomes as `read_pixels` does.
     """
     if pixels != PHOTOS:
-        return to_format(np.asarray(image) if bgr else reverse_channels(np.asarray(image)), pixels)
+        return to_format(np.atleast_3d(np.asarray(image))[..., :: 1 if bgr else -1], pixels)
     if isinstance(image, Image.Image):
         bgr = False
         try:

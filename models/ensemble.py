@@ -60,11 +60,14 @@ def common_task(weights: Mapping[str, Weights]) -> str:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
         if content.task not in TASKS and (task_file := content.settings.get("task_file")):
             add_tasks(str(task_file), named_by_user=False, named_by=name)
-    kinds = {name: (task_name({"task": content.task}, name), content.names) for name, content in weights.items()}
+    kinds = {
+        name: (task_name({"task": content.task}, name), content.names, str(PixelFormat.of_model(content.model or {})))
+        for name, content in weights.items()
+    }
     first = next(iter(weights))
     for other, kind in kinds.items():
         if kind != kinds[first]:
-            raise UserError(f"{first} and {other} cannot be one ensemble: their tasks or class names differ")
+            raise UserError(f"{first} and {other} cannot be one ensemble: their tasks, class names or channels differ")
     return kinds[first][0]
 
 
@@ -149,13 +152,11 @@ class Members:
         return ImageSize(size, is_fixed=bool(fixed))
 
     def pixel_format(self, data: PixelFormat | None = None, source: str = "") -> PixelFormat:
-        """Return how images are read. Raises `UserError` if the files, or the `data` set `source`, differ in it."""
-        forms = {name: PixelFormat.of_model(content.model or {}) for name, content in self.weights.items()}
-        first, common = next(iter(forms.items()))
-        for name, form in {**forms, **({source: data} if data else {})}.items():
-            if str(form) != str(common):
-                raise UserError(f"{first} takes images of {common}, and {name} has {form}; both must be the same")
-        return common
+        """Return how images are read. Raises `UserError` if the `data` set of the YAML `source` differs in it."""
+        form = PixelFormat.of_model(self.first.model or {})
+        if data and str(data) != str(form):
+            raise UserError(f"{next(iter(self.files))} takes images of {form}, but {source} has {data}; use others")
+        return form
 
     @property
     def exported(self) -> dict[str, ExportMetadata]:

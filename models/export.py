@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from models.tasks.contract import Model
 from models.weights import EXPORTED_SUFFIXES, UNKNOWN, Origin, Weights, read_weights
 from models.yolo import whole_strides
-from utils.batch import PixelFormat
 from utils.checkpoint import FORMAT, SAFETENSORS_SUFFIX, as_safetensors
 from utils.errors import UserError, first_line
 from utils.files import read_regular, write_bytes
@@ -82,7 +81,7 @@ class ExportMetadata:
 
     @property
     def channels(self) -> int:
-        return PixelFormat.of_model(self.model).channels
+        return int(self.model.get("ch", 3))
 
     def text(self) -> str:
         """Return the metadata as JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""

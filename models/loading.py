@@ -305,8 +305,7 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
 def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> None:
     name = start.weights_name
     fresh = task.fresh_tensors(start.from_yaml)
-    tensors, mean = model.state_dict(), ""
-    state = dict(weights.state)
+    tensors, state, mean = model.state_dict(), dict(weights.state), ""
     for key, x in weights.state.items():
         if x.ndim == 4 and x.shape[1] == 3 and key in tensors and (channels := tensors[key].shape[1]) != 3:
             state[key] = x.mean(1, keepdim=True).repeat(1, channels, 1, 1) * (3 / channels)  # of the same sum

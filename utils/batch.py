@@ -75,10 +75,6 @@ def channel_count(image: np.ndarray) -> int:
     return int(np.prod(image.shape[2:]))
 
 
-def reverse_channels(image: np.ndarray) -> np.ndarray:
-    return image[..., ::-1] if image.ndim == 3 else image
-
-
 class Placement(NamedTuple):
     """The map from a file's pixels to the batch's: batch = file x scale + offset, by (x, y)."""
 

@@ -47,7 +47,7 @@ from utils.batch import Batch, BoxSplit, ImageInfo, layout
 from utils.config.hyperparameters import Augmentation, Hyperparameters, Recipes, keys_of
 from utils.console import log
 from utils.errors import plural
-from utils.plots.drawing import display_planes, draw_targets
+from utils.plots.drawing import draw_targets
 
 MAX_CANDIDATES = 30_000  # most confident candidates of an image that are compared
 FIRST_CANDIDATES_PER_DETECTION = 3  # first round's candidates, per detection that an image may have
@@ -380,7 +380,7 @@ class BoxTask(Task):
         return batch.images.float(memory_format=layout(batch.images.device)).div_(largest)  # type: ignore[call-arg]
 
     def draw_batch(self, batch: Batch) -> Image:
-        return draw_targets(display_planes(batch.images.cpu().numpy()), batch.targets.cpu().numpy(), self.names)
+        return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)
 
 
 class DetectionTask(BoxTask):

@@ -67,20 +67,14 @@ def display_pixels(image: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(image[..., -3:])
 
 
-def display_planes(images: np.ndarray) -> np.ndarray:
-    """Return the pixels of a batch (b, channels, h, w) for display, uint8 (b, 3, h, w) RGB."""
-    planes = images[:, [0, 1, 2] if images.shape[1] > 2 else [0, 0, 0]]
-    return planes if planes.dtype == np.uint8 else (planes >> 8).astype(np.uint8)
-
-
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """Return a grid of up to 16 images, uint8 (b, 3, h, w) RGB, with their boxes; targets as in `Batch`, (m, 6)."""
+    """Return a grid of up to 16 images, (b, channels, h, w), with their boxes; both are as in `Batch`."""
     images = images[:MAX_GRID_IMAGES]
     columns = math.ceil(math.sqrt(len(images)))
     scale = min(1.0, MAX_GRID_PIXELS / (columns * max(images.shape[2:])))
     tiles = []
     for number, image in enumerate(images):
-        tile = cv2.merge(list(image[::-1]))
+        tile = display_pixels(image[::-1].transpose(1, 2, 0))
         tile = resize(tile, scale) if scale < 1 else tile
         image_targets = targets[targets[:, 0] == number]
         centres, sides = image_targets[:, 2:4], image_targets[:, 4:6]
