@@ -188,6 +188,7 @@ def _read_file(path: Path, form: PixelFormat) -> np.ndarray:
                 series = file.series[0]
                 image = np.moveaxis(series.asarray(), [series.axes.index(axis) for axis in "YX"], (0, 1))
                 return image.reshape(*image.shape[:2], -1)[..., ::-1]  # all planes and pages
+            return np.dstack(cv2.imdecodemulti(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)[1][::-1])
         is_colour = form.channels == 3 or data.startswith(JPEG_START)
         flags = cv2.IMREAD_ANYCOLOR | cv2.IMREAD_ANYDEPTH if is_colour else cv2.IMREAD_UNCHANGED
         image = np.asarray(cv2.imdecode(np.frombuffer(data, np.uint8), flags))
