@@ -17,12 +17,10 @@ import val
 from data.augment import Augmenter, Sample
 from data.data_yaml import read_data
 from data.images import read_pixels
-from models.export import read_model
 from models.loading import StartingPoint, load_and_freeze
 from models.tasks import TASKS
 from models.weights import Weights
 from models.yolo import build_model
-from predictor import Predictor
 from tests.conftest import NOT_HERE, CallMain
 from tests.making import tiny_detector, write_label, write_yaml
 from utils.batch import PixelFormat
@@ -52,16 +50,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_yaml(folder / "data.yaml", {**content, "channels": ["rgb/images", "heat/images"], "range": [0, 4095]})
 
 
-@pytest.fixture(scope="module")
-def weights(data: Path) -> Path:
-    """Weights for the set, which detect something."""
-    torch.manual_seed(0)
-    model = build_model({**tiny_detector(), **read_data(str(data)).pixels.model_keys(), "nc": 2})
-    torch.nn.init.normal_(model.head.m[0].bias)
-    (data.parent / "four.pt").write_bytes(serialise(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
-    return data.parent / "four.pt"
-
-
 def encoded(suffix: str) -> bytes:
     """Return `FOUR` as a file."""
     planes, file = np.ascontiguousarray(np.moveaxis(FOUR, 2, 0)), io.BytesIO()
@@ -69,11 +57,11 @@ def encoded(suffix: str) -> bytes:
         return bytes(cv2.imencode(suffix, cv2.cvtColor(FOUR, cv2.COLOR_RGBA2BGRA))[1])
     if suffix == ".npy":
         np.save(file, FOUR)
-        return file.getvalue()
-    tifffile = pytest.importorskip("tifffile", reason=f"{NOT_HERE}tifffile")
-    if suffix == "lzw.tif":  # which tifffile alone does not decode
-        return bytes(cv2.imencodemulti(".tif", list(planes))[1])
-    tifffile.imwrite(file, planes, photometric="minisblack", planarconfig="separate" if "planes" in suffix else None)
+    else:
+        tifffile = pytest.importorskip("tifffile", reason=f"{NOT_HERE}tifffile")
+        if suffix == "lzw.tif":  # which tifffile alone does not decode
+            return bytes(cv2.imencodemulti(".tif", list(planes))[1])
+        tifffile.imwrite(file, planes, photometric="minisblack", planarconfig="separate" if "plane" in suffix else None)
     return file.getvalue()
 
 
@@ -128,17 +116,16 @@ def test_filters_of_rgb_see_the_same_grey(capsys: pytest.CaptureFixture[str]) ->
     assert "w.pt (model.0.conv.weight: the mean of 3 channels for each of 5)" in capsys.readouterr().out
 
 
-def test_one_rule_for_val_detect_and_exports(weights: Path, data: Path, tmp_path: Path) -> None:
+def test_one_rule_for_val_detect_and_exports(data: Path, tmp_path: Path) -> None:
+    model = build_model({**tiny_detector(), **read_data(str(data)).pixels.model_keys(), "nc": 2})
+    torch.nn.init.normal_(model.head.m[0].bias)
+    (weights := tmp_path / "a.pt").write_bytes(serialise(weights_content(model, model.yaml, NAMES, {"imgsz": 64})))
     shared: Any = {"device": "cpu", "project": tmp_path, "conf_thres": 0.1}
     (exported,) = export.run(weights=weights, device="cpu", include=["torchscript"])
-    results = [val.run(weights=file, data=data, **shared) for file in (weights, exported)]
-    assert results[0]["metrics/mAP_0.5"] == pytest.approx(results[1]["metrics/mAP_0.5"], abs=1e-6)
-    found = detect.run(weights=weights, source=data.parent / "rgb/images", save_txt=True, **shared)
+    first, second = (val.run(weights=file, data=data, **shared)["metrics/mAP_0.5"] for file in (weights, exported))
+    assert first == pytest.approx(second, abs=1e-6)
+    found = detect.run(weights=exported, source=data.parent / "rgb/images", save_txt=True, **shared)
     assert list(Path(found["folder"]).rglob("*.txt"))
-    assert PixelFormat.of_model(read_model(Path(exported)).model or {}).range == (0, 4095)
-    cv2.imwrite(str(tmp_path / "photo.png"), FOUR[..., :3])
-    with pytest.raises(UserError, match="is not in a folder /rgb/"):
-        Predictor(weights, device="cpu")(tmp_path / "photo.png")
     plain = write_yaml(tmp_path / "plain.yaml", {**read_yaml(data), "channels": 3, "range": None})
     with pytest.raises(UserError, match=r"takes images of 4 channels in the range 0 to 4095, but .* has 3 channels"):
         val.run(weights=weights, data=plain, **shared)

@@ -63,7 +63,7 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
             raise UserError(f"{file} is read")
         return read(file, *form)
 
-    monkeypatch.setattr(cache, "read_image", read_others)
+    monkeypatch.setattr(cache, "read_pixels", read_others)
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])
