@@ -47,7 +47,7 @@ from utils.distributed.launch import connect, spawn
 from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, plural, public
 from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_text
-from utils.plots.drawing import Style, write_picture
+from utils.plots.drawing import Style, display_pixels, write_picture
 from utils.python_api import call
 from utils.summary import RESULT, StageTimer, log_times
 
@@ -125,8 +125,8 @@ class Output:
         is_sequence = bool(options.track) or any(item.kind != "picture" for item in items)
         self.block_size = len(items) if is_sequence else options.batch_size
         self.block_of: Callable[[Frame], int] = lambda frame: self.numbers[frame.item] // self.block_size
-        starts = range(0, len(items), self.block_size)
-        self.blocks = [Media([*items[start : start + self.block_size]], options.vid_stride) for start in starts]
+        starts, reading = range(0, len(items), self.block_size), (options.vid_stride, predictor.pixels)
+        self.blocks = [Media([*items[start : start + self.block_size]], *reading) for start in starts]
         has_boxes = "save_json" not in (predictor.task.prediction or Prediction).refused()
         self.lists_images = has_boxes and not options.track and (options.save_txt or options.save_json)
         self.lock: FileLock | None = None  # of the main process
@@ -173,6 +173,7 @@ class Output:
         """Write and show the predictions of a frame; files of a video's frame end with its number, from 1."""
         options, is_picture = self.options, frame.item.kind == "picture"
         stem = self.stems[frame.item] if is_picture else f"{self.stems[frame.item]}_{frame.number + 1}"
+        frame = frame._replace(image=display_pixels(frame.image))
         if not options.nosave or self.window:
             self._draw(frame, prediction.draw(frame.image, self.style))
         if options.save_txt and (rows := prediction.label_rows(options.save_conf, options.save_format == 1)):

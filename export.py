@@ -51,6 +51,7 @@ def export(flags: Mapping[str, Any]) -> list[str]:
         members = Members({name: path}, {name: weights}, TASKS[common_task({name: weights})])
         members.refuse_flags(options, flags)
         source = data_source(options.data, members.entry.data) if options.data else None
+        members.pixel_format(source.spec.pixels if source else None, options.data)
         log(format_paths({"weights": [path], "data": [source.spec.file] if source else []}))
         size = members.image_size(options.imgsz)
         if "safetensors" in options.include and path == stem.with_suffix(".safetensors"):
@@ -83,7 +84,7 @@ def trtexec(options: ExportOptions, metadata: ExportMetadata, stem: Path) -> str
     if metadata.dynamic:
         height, width = metadata.imgsz
         for name, count in (("min", 1), ("opt", metadata.batch), ("max", metadata.batch)):
-            command.append(f"--{name}Shapes={INPUT_NAME}:{count}x3x{height}x{width}")
+            command.append(f"--{name}Shapes={INPUT_NAME}:{count}x{metadata.channels}x{height}x{width}")
     return shlex.join(command)
 
 
@@ -136,9 +137,9 @@ def prepare(
     log_rounding(size.sides, metadata.imgsz, model.stride)
     if options.half and not half:
         log("warning: --half needs CUDA, as in --device 0; exporting in full precision")
-    shape = "x".join(map(str, (metadata.batch, 3, *metadata.imgsz)))
+    shape = "x".join(map(str, (metadata.batch, metadata.channels, *metadata.imgsz)))
     if options.dynamic:
-        shape = f"Nx3xHxW, H and W multiples of {model.stride}"
+        shape = f"Nx{metadata.channels}xHxW, H and W multiples of {model.stride}"
     log(f"task {weights.task}, {plural(len(names), 'class')}, input shape {shape}")
     log(f"licence: {weights.origin}")
     return ExportJob(module, metadata, options.opset, options.verbose, weights.state)

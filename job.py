@@ -20,7 +20,7 @@ from models.loading import StartingPoint, add_user_code, head_tensors, load_and_
 from models.tasks import model_words
 from models.tasks.contract import Model, Task, compute_terms
 from models.weights import Origin, same_names
-from utils.batch import Batch
+from utils.batch import Batch, PixelFormat
 from utils.checkpoint import Identity, MeasuredConfig
 from utils.compare_runs import tensors_hash
 from utils.config.flags import select
@@ -28,6 +28,7 @@ from utils.config.hyperparameters import Recipe, is_shipped, log_unused
 from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
+from utils.errors import UserError
 from utils.files import format_paths
 from utils.receipt import Receipt, environment, split_inputs, user_files
 from utils.run import Run
@@ -88,7 +89,7 @@ class Job(NamedTuple):
         """Read and check the data set. Raises `UserError`."""
         options, data_options = self.settings.options, select(DataOptions, self.settings.options)
         images = max(-(-options.batch_size // world_size()), VALIDATION_BATCH)  # in this process's batch
-        batch_bytes = images * 3 * data_options.largest(model.imgsz) ** 2
+        batch_bytes = self.source.spec.pixels.bytes(images) * data_options.largest(model.imgsz) ** 2
         workers = memory.loader_processes(options.workers, batch_bytes)
         data = self.source.open(model.imgsz, model.stride, replace(data_options, workers=workers))
         user = data.user_augmentations("augmentations" in self.settings.flags)
@@ -214,6 +215,10 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     refuse_flags(options, flags, features, model_words(model_yaml), unused_keys, left_out)
     columns = metric_columns(task.metric_names, spec.sets.get("val", ()))
     fitness = fitness_weights(options.fitness, columns) if options.fitness else {}
+    if (known := PixelFormat.of_model(model_yaml)) != spec.pixels:
+        if saved:
+            raise UserError(f"{spec.file} has images of {spec.pixels}, but the run began with {known}; correct that")
+        model_yaml = {**model_yaml, **spec.pixels.model_keys()}
     start_from = replace(start_from, yaml=model_yaml if saved else task.model_yaml(model_yaml))
     return Job(settings, source, start_from, task, fitness)
 

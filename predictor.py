@@ -30,6 +30,7 @@ from utils.console import log
 from utils.distributed.launch import devices_named
 from utils.errors import UserError, nearest, plural, public
 from utils.files import format_paths
+from utils.plots.drawing import display_pixels
 from utils.python_api import command_words
 from utils.summary import POSTPROCESSING, StageTimer
 from utils.user_code import class_named
@@ -85,6 +86,7 @@ class Predictor:
             self.task = task_class(names, task_class.recipe())
             self.data: type[DataSet[Any]] = class_named(members.entry.data)
             size = members.image_size(options.imgsz)
+            self.pixels = members.pixel_format()
             models = members.build(self.task, max(size.sides), options.data or "the names")
             self.models = [for_inference(model, self.device, half, fold=True) for model in models]
             self.stride = math.lcm(*(model.stride for model in models))
@@ -167,11 +169,11 @@ class Predictor:
             items = find_files(str(source))
             single = items == [MediaItem("picture", str(source))]
             predictions = Results()
-            for frame in read_files(items):
+            for frame in read_files(items, self.pixels):
                 read = frame._replace(image=NO_PIXELS).read
                 predictions.append(self._predict_image(frame.title, frame.image, read))
         else:
-            pixels, name = as_pixels(source, self.bgr), str(getattr(source, "filename", "") or "image")
+            pixels, name = as_pixels(source, self.bgr, self.pixels), str(getattr(source, "filename", "") or "image")
             single, predictions = True, Results([self._predict_image(name, pixels, lambda: pixels)])
         return predictions[0] if single and not self.as_list else predictions
 
@@ -195,12 +197,12 @@ class Predictor:
         return self
 
     def _predict_image(self, name: str, pixels: np.ndarray, read: Callable[[], np.ndarray]) -> Prediction:
-        """Return the prediction for pixels, uint8 (h, w, 3) BGR, which `read` returns again."""
+        """Return the prediction for pixels, as `read_pixels` returns them, which `read` returns again."""
         (prediction,) = self.predict_batch(self.data.collate(self.items(pixels, name)))
-        return replace(prediction, pixels=read)
+        return replace(prediction, pixels=lambda: display_pixels(read()))
 
     def items(self, image: np.ndarray, name: str) -> list[Item]:
-        """Return an image, uint8 (h, w, 3) BGR, as an item of a batch, or an item for each window, all of one shape."""
+        """Return an image, as `read_pixels` does, as an item of a batch, or as one for each window, of one shape."""
         height, width = image.shape[:2]
         bounds = Tiles(self.tile or max(width, height)).bounds(width, height, with_whole=True).tolist()
         form = self.size.sides, self.stride, self.size.is_fixed or len(bounds) > 1

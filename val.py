@@ -181,6 +181,7 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
             raise UserError(f"--review needs {limit}, as low confidences count too, and no --task speed; correct that")
         source = data_source(options.data, members.entry.data)
         names = source.names(options.single_cls)
+    members.pixel_format(source.spec.pixels, options.data)
     defaults: Any = {name: value for name, value in SPEED_DEFAULTS.items() if times_speed and name not in flags}
     options = replace(options, **defaults)
     size = members.image_size(options.imgsz, source.spec.defaults.get("imgsz", 0))

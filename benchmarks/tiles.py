@@ -53,7 +53,7 @@ def draw_set(folder: Path) -> None:
 def decode() -> None:
     """Print the seconds and the number of decodings of epochs over all windows in a random order."""
     decoded: list[Path] = []
-    cache.read_image = lambda path: (decoded.append(path), read_image(path))[1]  # type: ignore[attr-defined]
+    cache.read_pixels = lambda path, _: (decoded.append(path), read_image(path))[1]  # type: ignore[attr-defined]
     pixels = np.random.default_rng(0).integers(0, 256, (HEIGHT // 8, WIDTH // 8, 3), np.uint8)
     image = cv2.resize(pixels, (WIDTH, HEIGHT), interpolation=cv2.INTER_CUBIC)
     sizes, nothing = np.array([(WIDTH, HEIGHT)], np.int32), np.zeros((0, 5), np.float32)

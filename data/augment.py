@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from data.polygons import Polygons
-from utils.batch import Placement
+from utils.batch import PHOTOS, PixelFormat, Placement, channel_count
 from utils.config.hyperparameters import Augmentation
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
+PADDING = {np.uint8: PADDING_LEVEL, np.uint16: 257 * PADDING_LEVEL}  # the same by the type of an image
 MOSAIC_PARTNERS = 3  # the other images of a mosaic
 MIN_BOX_PIXELS = 2  # exclusive lower bound of a warped box's sides
 MIN_AREA_SHARE = 0.1  # exclusive lower bound of a warped box's area over its area before
@@ -37,7 +38,7 @@ Corners = tuple[float, float, float, float]  # left, top, right, bottom
 class Sample(NamedTuple):
     """An image and its objects."""
 
-    image: np.ndarray  # pixels, uint8 (h, w, 3) BGR
+    image: np.ndarray  # pixels, uint8 (h, w, 3) BGR, or as `read_pixels` returns them
     boxes: np.ndarray  # float32 (k, 4), xyxy in pixels
     classes: np.ndarray  # class numbers, float32 (k,)
     # The outline of each object in pixels, without points if it is unknown; None if outlines are not needed.
@@ -69,7 +70,8 @@ def letterbox(sample: Sample, shape: tuple[int, int], enlarge: bool, masks: bool
     left, top = round(spare[0] - 0.1), round(spare[1] - 0.1)  # an odd pixel goes to the right and the bottom
     right, bottom = round(spare[0] + 0.1), round(spare[1] + 0.1)
     if left or top or right or bottom:
-        image = cv2.copyMakeBorder(image, top, bottom, left, right, cv2.BORDER_CONSTANT, value=(PADDING_LEVEL,) * 3)
+        form = cv2.BORDER_CONSTANT, None, (PADDING[image.dtype.type],) * 4
+        image = cv2.copyMakeBorder(image, top, bottom, left, right, *form)
     boxes = sample.boxes * ratio + np.array([left, top, left, top], np.float32)
     polygons = sample.polygons
     if polygons is not None:
@@ -99,6 +101,7 @@ def warp_mosaic(
     matrix: np.ndarray,
     scale: float,
     shape: tuple[int, int],
+    pixels: PixelFormat = PHOTOS,
 ) -> Sample:
     """Return the mosaic of four images at `positions` on a square canvas, warped into `shape`.
 
@@ -111,7 +114,7 @@ def warp_mosaic(
         matrix: 3x3 matrix from pixels of the canvas to pixels of the result, of the scale factor `scale`
     """
     upright = not matrix[[0, 1, 2, 2], [1, 0, 0, 1]].any()
-    result = np.full((*shape, 3), PADDING_LEVEL, np.uint8)
+    result = np.full(pixels.shape(*shape), PADDING[pixels.dtype], pixels.dtype)
     before, after, classes, outlines, bounds, outlined = [], [], [], [], [], []
     for number, position in enumerate(positions):
         part = (max(position[0], 0), max(position[1], 0), min(position[2], canvas), min(position[3], canvas))
@@ -127,7 +130,11 @@ def warp_mosaic(
             polygons = polygons and polygons.with_points(polygons.points * factors[:2] + shifts[:2])
         else:
             _draw_warped(result, tile, matrix)
-            polygons, limits = polygons and _warp_outlines(polygons, tile, matrix), (0, 0, *shape[::-1])
+            limits = (0, 0, *shape[::-1])
+            if polygons is not None:  # cut off at the edge of the canvas
+                points = polygons.points * tile.ratio + position[:2]
+                polygons, _ = polygons.with_points(points).cut(np.array(part))
+                polygons = polygons.with_points(warp_points(polygons.points, matrix))
         if polygons is not None:
             outlines.append(polygons)
             bounds.append(np.tile(limits, (len(polygons.counts), 1)))
@@ -221,12 +228,6 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     )
 
 
-def _warp_outlines(polygons: Polygons, tile: _MosaicTile, matrix: np.ndarray) -> Polygons:
-    """Return the outlines of an image, cut off at the edge of the canvas, in pixels of the result."""
-    polygons, _ = polygons.with_points(polygons.points * tile.ratio + tile.position[:2]).cut(np.array(tile.part))
-    return polygons.with_points(warp_points(polygons.points, matrix))
-
-
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
     """Warp an image into `shape` by OpenCV's affine function, or its slower one for a matrix with perspective."""
     if matrix[2, :2].any():
@@ -269,7 +270,7 @@ def random_warp(
     matrix, scale = random_matrix(settings, sample.image.shape[:2], shape, rng, 1.0, unit)
     image = sample.image
     if image.shape[:2] != shape or not np.array_equal(matrix, np.eye(3)):
-        image = _warp_image(image, matrix, shape, borderValue=(PADDING_LEVEL,) * 3)
+        image = _warp_image(image, matrix, shape, borderValue=(PADDING[image.dtype.type],) * 4)
     boxes, polygons = warp_boxes(sample.boxes, matrix, shape), sample.polygons
     if polygons is not None:
         warped = polygons.with_points(warp_points(polygons.points, matrix).astype(np.float32))
@@ -365,10 +366,14 @@ def random_hsv(sample: Sample, settings: Augmentation, rng: np.random.Generator)
     turn, saturation, value = rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v) + (0, 1, 1)
     cos, sin = math.cos(math.pi * turn), math.sin(math.pi * turn) / math.sqrt(3)
     around_greys = np.array([[cos, sin, -sin], [-sin, cos, sin], [sin, -sin, cos]]) + (1 - cos) / 3
+    if channel_count(sample.image) != 3:  # without colours
+        flat = sample.image.reshape(len(sample.image), -1)
+        return sample._replace(image=cv2.multiply(flat, value).reshape(sample.image.shape))
     image = cv2.transform(sample.image, around_greys)
     channels = cv2.split(image)
     largest = cv2.max(cv2.max(*channels[:2]), channels[2])
-    brightened = cv2.convertScaleAbs(largest, alpha=value)
+    is_photo = image.dtype == np.uint8
+    brightened = cv2.convertScaleAbs(largest, alpha=value) if is_photo else cv2.multiply(largest, value)
     for channel in channels:
         cv2.subtract(largest, channel, dst=channel)
         cv2.addWeighted(brightened, 1, channel, -value * saturation, 0, dst=channel)
@@ -397,6 +402,7 @@ class Augmenter:
     load: Callable[[int], Sample]  # returns an image by its index, its longer side at `imgsz`
     size: Callable[[int], tuple[int, int]]  # returns width and height of that image
     masks: bool = False  # for segmentation: items have outlines
+    pixels: PixelFormat = PHOTOS
 
     def __call__(
         self, index: int, shape: tuple[int, int], rng: np.random.Generator, partners: Sequence[int] = ()
@@ -433,5 +439,6 @@ class Augmenter:
         positions = mosaic_positions([self.size(int(index)) for index in indices], self.imgsz, rng)
         canvas = 2 * self.imgsz
         matrix, scale = random_matrix(self.settings, (canvas, canvas), shape, rng, max(shape) / self.imgsz)
-        sample = warp_mosaic(positions, lambda index: self.load(int(indices[index])), canvas, matrix, scale, shape)
+        form = canvas, matrix, scale, shape, self.pixels
+        sample = warp_mosaic(positions, lambda index: self.load(int(indices[index])), *form)
         return copy_paste(sample, self.settings.copy_paste, rng)

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import cv2
 import numpy as np
 
 from data.augment import MIN_AREA_SHARE, Sample, seed_torch
@@ -32,7 +31,8 @@ class UserAugmentations(NamedTuple):
 
     def __call__(self, sample: Sample, rng: np.random.Generator, image: str) -> Sample:
         """Return the changed sample of the file `image`. Raises `UserError` with file and callable if one fails."""
-        parts = {"image": sample.image[..., ::-1], "boxes": sample.boxes, "classes": sample.classes}
+        order = np.s_[..., ::-1] if sample.image.ndim == 3 else np.s_[...]
+        parts = {"image": sample.image[order], "boxes": sample.boxes, "classes": sample.classes}
         parts = _checked(parts, sample, self.classes)
         with seed_torch(rng):
             random.seed(int(rng.integers(2**63)))
@@ -44,17 +44,17 @@ class UserAugmentations(NamedTuple):
                     names = [name for name in parameters if name in parts]
                     changed = dict(zip(names, (returned,) if len(names) == 1 else returned, strict=True))
                     parts = _checked(parts | changed, sample, self.classes)
-        pixels, classes = cv2.cvtColor(parts["image"], cv2.COLOR_RGB2BGR), parts["classes"].astype(np.float32)
+        pixels, classes = np.ascontiguousarray(parts["image"][order]), parts["classes"].astype(np.float32)
         return Sample(pixels, parts["boxes"], classes, sample.polygons)
 
 
 def _checked(parts: dict[str, Any], before: Sample, classes: int) -> dict[str, Any]:
     """Return image, boxes and classes as arrays of their own. Raises ValueError if they are not a sample's."""
     image, boxes = np.array(parts["image"], order="C"), np.array(parts["boxes"], np.float32).reshape(-1, 4)
-    numbers, shape = np.array(parts["classes"], np.int64).reshape(-1), before.image.shape
-    is_image, are_boxes = (image.dtype, image.shape) == (np.uint8, shape), (boxes[:, 2:] >= boxes[:, :2]).all()
+    numbers, (dtype, shape) = np.array(parts["classes"], np.int64).reshape(-1), (before.image.dtype, before.image.shape)
+    is_image, are_boxes = (image.dtype, image.shape) == (dtype, shape), (boxes[:, 2:] >= boxes[:, :2]).all()
     if not (is_image and are_boxes and len(numbers) == len(boxes) and ((numbers >= 0) & (numbers < classes)).all()):
-        needs = f"an image uint8 {shape}, and equal numbers of boxes x1 y1 x2 y2 and of classes below {classes}"
+        needs = f"an image {dtype} {shape}, and equal numbers of boxes x1 y1 x2 y2 and of classes below {classes}"
         raise ValueError(f"it must return {needs} (take boxes and classes if it adds, moves or drops objects)")
     if before.polygons is not None and (boxes.shape != before.boxes.shape or (abs(boxes - before.boxes) > 1).any()):
         raise ValueError("objects with outlines must stay where they are: change the image alone")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import read_image, read_reduced, resize, scaled_shape
+from data.images import read_pixels, read_reduced, resize, scaled_shape, stacked_files
 from data.labels import file_stamps
 from data.tiles import Windows
-from utils.batch import PathArray
+from utils.batch import PHOTOS, PathArray, PixelFormat
 from utils.console import log
 from utils.distributed.ranks import shared_memory
 from utils.errors import UserError
@@ -52,9 +52,9 @@ class ImageStore:
         capacity: number of a ring's slots; fewer if memory is short
     """
 
-    def __init__(self, shapes: np.ndarray, capacity: int | None = None) -> None:
-        self.shapes, self.is_ring = shapes, capacity is not None
-        self.sizes = shapes.prod(1, dtype=np.int64) * 3
+    def __init__(self, shapes: np.ndarray, capacity: int | None = None, pixels: PixelFormat = PHOTOS) -> None:
+        self.shapes, self.is_ring, self.pixels = shapes, capacity is not None, pixels
+        self.sizes = shapes.prod(1, dtype=np.int64) * pixels.bytes()
         self.slot_bytes = _whole_pages(int(np.quantile(self.sizes, LARGEST_STORED, method="higher")))
         slots = self.sizes if capacity is None else np.full(capacity, self.slot_bytes)
         tables = _whole_pages(4 * (1 + len(shapes) + len(slots)))
@@ -75,7 +75,7 @@ class ImageStore:
         return numbers[:1], numbers[1:count], numbers[count:]
 
     def get(self, index: int) -> np.ndarray | None:
-        """Return an image, uint8 (h, w, 3), which does not change until `release`; None if it is not stored."""
+        """Return an image, which does not change until `release`; None if it is not stored."""
         _, slots, images = self.tables
         slot = int(slots[index]) - 1
         if slot < 0:
@@ -130,8 +130,8 @@ class ImageStore:
 
     def _pixels(self, slot: int, index: int) -> np.ndarray:
         start = int(self.starts[slot])
-        pixels = np.frombuffer(self.memory.buffer, np.uint8, int(self.sizes[index]), start)
-        return pixels.reshape(*self.shapes[index].tolist(), 3)
+        shape, dtype = self.pixels.shape(*self.shapes[index].tolist()), self.pixels.dtype
+        return np.frombuffer(self.memory.buffer, dtype, int(np.prod(shape)), start).reshape(shape)
 
     def _lock(self, byte: int, mode: int) -> bool:
         """Lock a byte for this process; return False if another process has locked it."""
@@ -160,6 +160,7 @@ class Images:
     reduced: bool = False  # whether to read large photos by `read_reduced`
     stretched: bool = False  # whether both sides become `imgsz`, instead of the longer one
     windows: Windows | None = None  # that the images are, if they are parts of files
+    pixels: PixelFormat = PHOTOS
     cache: InitVar[str] = ""  # "ram" or "val" (in memory), "disk", or "" (read from the files each time)
     capacity: InitVar[int] = 0  # number of recent images that stay in memory
 
@@ -173,17 +174,17 @@ class Images:
         shapes = np.array([self.shape(*size)[::-1] for size in self.sizes.tolist()], np.int32).reshape(-1, 2)
         count, ring_slots = len(files), min(capacity, len(files))
         if on_disk:
-            total = shapes.prod(1, dtype=np.int64).sum() * 3 / 2**30
+            total = shapes.prod(1, dtype=np.int64).sum() * self.pixels.bytes() / 2**30
             title = f"{'tiles' if self.windows else '--cache disk'}: {count} images, {total:.2f} GiB"
             log(f"{title}, in {self.folder}, while {DISK_FREE_SHARE:.0%} is free")
         if cache and cache != "disk":
-            store = ImageStore(shapes)
+            store = ImageStore(shapes, pixels=self.pixels)
             room = f"room for {store.capacity} of {count} images, {store.memory.size / 2**30:.2f} GiB"
             log(f"--cache {cache}: {room}, at most {CACHE_MEMORY_SHARE:.0%} of the memory that is free")
             self.stores.append(store)
             ring_slots = ring_slots if store.capacity < count else 0
         if ring_slots and fcntl:
-            self.stores.append(ImageStore(shapes, ring_slots))
+            self.stores.append(ImageStore(shapes, ring_slots, self.pixels))
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
         """Return width and height of a file's image as `read` returns it."""
@@ -196,7 +197,7 @@ class Images:
         return os.fsdecode(self.names[index])
 
     def read(self, index: int) -> np.ndarray:
-        """Return one image, uint8 (h, w, 3) BGR, which must not be changed; it is valid until `release`."""
+        """Return one image as `read_pixels` does, which must not be changed; it is valid until `release`."""
         for store in self.stores:
             if (image := store.get(index)) is not None:
                 return image
@@ -215,17 +216,17 @@ class Images:
         file = Path(self.name(index))
         if self.windows:
             if self.whole is None or self.whole[0] != file:
-                self.whole = file, read_image(file)
+                self.whole = file, read_pixels(file, self.pixels)
             left, top, right, bottom = self.windows.bounds[index].tolist()
             image = self.whole[1][top:bottom, left:right]
             if image.shape[:2] != (bottom - top, right - left):
                 raise UserError(f"{file} is smaller than it was at the start; start again")
             return resize(image, self.shape(*image.shape[1::-1]), self.smooth or max(image.shape) >= 2 * self.imgsz)
-        if self.reduced and not self.stretched:
+        if self.reduced and not self.stretched and self.pixels == PHOTOS:
             width, height = self.sizes[index].tolist()
             return read_reduced(file, width, height, self.imgsz)
-        image = read_image(file)
-        return resize(image, self.shape(*image.shape[1::-1]), self.smooth)
+        image = read_pixels(file, self.pixels)
+        return resize(image, self.shape(*image.shape[1::-1]), self.smooth or self.pixels != PHOTOS)
 
     def _read_from_disk(self, index: int) -> np.ndarray:
         """Return an image from the cache on disk. If it is not there, it is written, with all windows of its file."""
@@ -244,7 +245,9 @@ class Images:
         """Return the path of an image in the cache on disk."""
         name, form = self.name(index), (self.imgsz, self.smooth, self.reduced, self.stretched)
         window = f" {self.windows.bounds[index].tolist()}" if self.windows else ""
-        digest = hashlib.sha256(os.fsencode(f"{name} {form}{window}") + file_stamps([name])).hexdigest()
+        pixels = "" if self.pixels == PHOTOS else repr(self.pixels)
+        stamps = file_stamps(map(str, stacked_files(Path(name), self.pixels.folders)))
+        digest = hashlib.sha256(os.fsencode(f"{name} {form}{window}{pixels}") + stamps).hexdigest()
         return Path(self.folder, digest[:2], f"{digest}.npy")
 
     def _write(self, path: Path, image: np.ndarray) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from data import formats
 from data.builtin import DRAWN_SETS
-from data.images import images_below, read_image_list
+from data.images import NPY_SUFFIX, images_below, read_image_list, read_pixels
 from data.labels import RowRules, label_name
 from data.tiles import Tiles
 from utils import user_code
-from utils.batch import PathArray, path_texts
+from utils.batch import MAX_CHANNELS, PHOTOS, PathArray, PixelFormat, channel_count, path_texts
 from utils.config.flags import SHARE, Range, is_number
 from utils.config.hyperparameters import suggested_defaults
 from utils.console import log
@@ -32,15 +32,16 @@ MAX_CLASSES = 4096  # classes of a model, at most
 HELD_OUT_SHARE = 0.2  # share of the images, or of each class, to hold out of a folder without validation images
 DATA_KEYS = (
     *("path", *SPLITS, "images", "split", "split_seed", "names", "nc", "kpt_shape"),
-    *("draw", "download", "defaults", "tiles"),
+    *("draw", "download", "defaults", "tiles", "channels", "range"),
 )
 TILE_RANGES = {"size": Range(32), "overlap": Range(0, 0.9), "background": SHARE}
+TILES = "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)"
 SET_KEYS = ("path", "name", "share", "weight", "rename")  # keys of each data set in a list of several
 # Parts of a path that name no data set.
 COMMON_NAMES = {"images", "annotations", "data", "dataset", "..", os.sep, *chain(*formats.SPLIT_FOLDERS.values())}
 # Keys that YOLOv5's users, Roboflow and ultralytics write, which have no meaning here.
 OTHER_KEYS = (
-    *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file", "channels"),
+    *("roboflow", "license", "description", "version", "date", "author", "url", "yaml_file"),
     *("kpt_names", "flip_idx"),
 )
 
@@ -75,6 +76,7 @@ class DataSpec:
     download: Any = None  # as in the YAML; never executed
     kpt_shape: tuple[int, ...] = ()  # number of key points in a label row, and numbers for each; () for none
     tiles: Tiles | None = None  # how images are cut into windows
+    pixels: PixelFormat = PHOTOS
     sets: Mapping[str, tuple[DataSpec, ...]] = field(default_factory=dict)  # by split that lists several
     name: str = ""  # of one of several data sets
     weight: float = 0.0  # its relative number of samples per epoch; 0 for its number of images
@@ -87,9 +89,10 @@ class DataSpec:
         return self.split > 0 and "val" not in self.entries
 
     def row_rules(self, rules: RowRules) -> RowRules:
-        """Return the rules for the data set's label files: `rules`, and key points after each box if there are any."""
+        """Return the rules for the data set's files: `rules`, its pixels, and key points if there are any."""
         count = math.prod(self.kpt_shape)
         forms = f"5 (box) or {5 + count} (box and key points, by `kpt_shape`)"
+        rules = replace(rules, pixels=self.pixels)
         return replace(rules, keypoints=count, forms=forms) if self.kpt_shape else rules
 
     def images(self, split: str) -> list[Path]:
@@ -115,7 +118,7 @@ class DataSpec:
     def _whole_listing(self, split: str) -> Listing:
         """Return the image files that `split` names in the YAML."""
         folders = [root / folder for root in self.roots for folder in self.image_folders.get(split, ())]
-        locations = self.locations(split)
+        locations, suffixes = self.locations(split), (NPY_SUFFIX,) * (self.pixels != PHOTOS)
         problems: list[str] = []
         listed: list[str] = []  # as text, because many Paths are slow
         annotated: list[formats.AnnotatedImages] = []
@@ -126,7 +129,7 @@ class DataSpec:
                 problems += described.problems
             else:
                 is_list = location.is_file()
-                paths, note = read_image_list(location) if is_list else (images_below(location, problems), "")
+                paths, note = read_image_list(location) if is_list else (images_below(location, problems, suffixes), "")
                 listed += paths
                 log("" if note in self.walked else note)  # once
                 self.walked[note] = note
@@ -247,11 +250,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
-    check(
-        "tiles",
-        "tiles" not in content or _are_tiles(content["tiles"]),
-        "{size: 1024}, from 32 pixels, maybe with overlap (0 to 0.9) and background (0 to 1)",
-    )
+    check("tiles", _are_tiles(content.get("tiles", {"size": 32})), TILES)
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:
@@ -281,10 +280,25 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
         download=content.get("download"),
         kpt_shape=tuple(shape or ()),
         tiles=Tiles(**content["tiles"]) if "tiles" in content else None,
+        pixels=_pixels(content, check),
     )
+    if spec.pixels.folders:
+        first = spec.images(min(named_entries, key=SPLITS.index))[0]
+        spec = replace(spec, pixels=replace(spec.pixels, channels=channel_count(read_pixels(first, spec.pixels))))
     sets = {split: _read_sets(spec, split, listed) for split, listed in listed_sets.items()}
     warnings = chain(spec.warnings, *(part.warnings for part in chain(*sets.values())))
     return replace(spec, sets=sets, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _pixels(content: Mapping[str, Any], check: Callable[[str, bool, str], None]) -> PixelFormat:
+    """Return the format of the images, with 0 channels if folders are stacked. `check` raises `UserError`."""
+    channels, limits = content.get("channels", 3), content.get("range")
+    are_folders = isinstance(channels, list) and len({*map(str, channels)}) > 1 and all(map(_is_path, channels))
+    is_count = type(channels) is int and 1 <= channels <= MAX_CHANNELS
+    check("channels", is_count or are_folders, f"1 to {MAX_CHANNELS}, or a list of folders whose images are stacked")
+    are_limits = isinstance(limits, list) and len(limits) == 2 and all(map(is_number, limits)) and limits[0] < limits[1]
+    check("range", limits is None or are_limits, "[low, high], the values that become 0 and 1")
+    return PixelFormat(channels if is_count else 0, tuple(limits or ()) or None, () if is_count else tuple(channels))
 
 
 def _are_tiles(tiles: Any) -> bool:

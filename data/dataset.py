@@ -28,7 +28,7 @@ from data.augmentations import UserAugmentations, read_augmentations
 from data.cache import Images
 from data.data_yaml import DataSpec, read_data
 from data.sampler import GlobalBatches, SampleIndex, Sampling
-from utils.batch import Batch, Split, path_texts
+from utils.batch import PHOTOS, Batch, Split, path_texts
 from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.distributed.failure import init_worker
@@ -36,7 +36,7 @@ from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.user_code import class_named, explained
 
-# Pixels, uint8 (3, h, w) RGB; targets; the description of the image: see `Batch`.
+# Pixels (see `Batch.images`); targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
 PRINTED_PROBLEMS = 5  # printed problems of a split, at most
 PRINTED_NAMES = 10  # printed names of classes, at most
@@ -54,22 +54,24 @@ class Items(Dataset[Item]):
         return [self[sample] for sample in samples]
 
 
-def empty_pixels(*shape: int) -> Tensor:
-    """Return an uninitialised uint8 tensor for pixels; in a loader process it is shared with the training process."""
-    pixels = torch.empty(0, dtype=torch.uint8)
+def empty_pixels(*shape: int, dtype: np.dtype[Any] | type = np.uint8) -> Tensor:
+    """Return an uninitialised tensor for pixels; in a loader process it is shared with the training process."""
+    pixels = torch.empty(0, dtype=getattr(torch, np.dtype(dtype).name))
     if get_worker_info() is None:
         return pixels.resize_(shape)
-    return pixels.new(pixels._typed_storage()._new_shared(math.prod(shape), device="cpu")).resize_(shape)
+    memory = torch.UntypedStorage._new_shared(math.prod(shape) * pixels.itemsize, device="cpu")
+    return pixels.set_(memory, 0, shape)  # type: ignore[call-overload]
 
 
 def stack_in_place(images: Sequence[Tensor]) -> Tensor:
-    """Stack uint8 images of one shape into a tensor (n, ...), without a copy if they are the rows of one already."""
+    """Stack images of one shape into a tensor (n, ...), without a copy if they are the rows of one already."""
     whole, step = images[0]._base, images[0].numel()
     if whole is not None and whole.shape == (len(images), *images[0].shape):
         start = whole.data_ptr()
-        if all(image.data_ptr() == start + row * step for row, image in enumerate(images)):
+        if all(image.data_ptr() == start + row * step * whole.itemsize for row, image in enumerate(images)):
             return whole
-    return torch.stack(list(images), out=empty_pixels(len(images), *images[0].shape))
+    stacked = empty_pixels(len(images), *images[0].shape, dtype=images[0].numpy().dtype)
+    return torch.stack(list(images), out=stacked)
 
 
 @explained()
@@ -131,7 +133,7 @@ class DataSet(ABC, Generic[S]):
     imgsz: int  # pixels, in whole strides
     stride: int  # stride of the model; sides of an image are multiples of it
     options: DataOptions
-    joins_sets: ClassVar[bool] = False  # whether splits may list data sets: `DataSpec.sets`
+    has_boxes: ClassVar[bool] = False  # whether splits may list data sets (`DataSpec.sets`), and have any `PixelFormat`
 
     @staticmethod
     @abstractmethod
@@ -154,7 +156,7 @@ class DataSet(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
-        """Return an image, uint8 (h, w, 3) BGR, without labels as an item for `collate`, for detect.py.
+        """Return an image, as `read_pixels` does, without labels as an item for `collate`, for detect.py.
 
         It is fitted into `sides`, height and width in pixels. Unless `full`, it may be smaller, in whole strides.
         """
@@ -245,8 +247,9 @@ class DataSource:
 
     def names(self, single_cls: bool = False) -> dict[int, str]:
         """Return the classes by number. Raises `UserError`."""
-        if self.spec.sets and not self.dataset_class.joins_sets:
-            raise UserError(f"{self.spec.file}: lists of data sets are for detectors and segmenters only; give paths")
+        if (self.spec.sets or self.spec.pixels != PHOTOS) and not self.dataset_class.has_boxes:
+            fault = "lists of data sets, `channels` and `range` are for detectors and segmenters only; leave them out"
+            raise UserError(f"{self.spec.file}: {fault}")
         return self.dataset_class.class_names(self.spec, single_cls)
 
     def files(self) -> Mapping[str, Sequence[Path]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from data.augment import MOSAIC_PARTNERS, PADDING_LEVEL, Augmenter, Sample, letterbox
+from data.augment import MOSAIC_PARTNERS, PADDING, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
 from data.cache import Images
 from data.data_yaml import DataSpec
@@ -31,15 +31,28 @@ from data.dataset import (
     split_identity,
     stack_in_place,
 )
-from data.images import read_image, resize, resize_long_side
+from data.images import read_pixels, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
 from data.tiles import Windows, cut, in_file, training_windows
-from utils.batch import Batch, BoxSplit, ImageInfo, Instances, PathArray, Placement, Subset, path_texts
+from utils.batch import (
+    PHOTOS,
+    Batch,
+    BoxSplit,
+    ImageInfo,
+    Instances,
+    PathArray,
+    PixelFormat,
+    Placement,
+    Subset,
+    channel_count,
+    path_texts,
+)
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import csv_text
+from utils.plots.drawing import display_pixels
 from utils.summary import evenly_spaced
 from utils.user_code import explained
 
@@ -69,16 +82,17 @@ class _Items(Items):
         return sample._replace(polygons=polygons.with_points(polygons.points * np.array([width, height], np.float32)))
 
     def item(self, sample: SampleIndex, pixels: Tensor) -> Item:
-        """Write an image into `pixels`, uint8 (3, h, w); return them with its targets (k, 5)."""
+        """Write an image into `pixels`, (channels, h, w); return them with its targets (k, 5)."""
         raise NotImplementedError
 
     def __getitem__(self, sample: SampleIndex) -> Item:
-        return self.item(sample, empty_pixels(3, *sample.shape))
+        return self.__getitems__([sample])[0]
 
     @explained()
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch, with the pixels written straight into the batch."""
-        pixels = empty_pixels(len(samples), 3, *samples[0].shape)
+        form = self.images.pixels
+        pixels = empty_pixels(len(samples), form.channels, *samples[0].shape, dtype=form.dtype)
         return [self.item(sample, pixels[k]) for k, sample in enumerate(samples)]
 
     def info(self, index: int, placement: Placement) -> ImageInfo:
@@ -102,7 +116,8 @@ class TrainingItems(_Items):
 
     def __post_init__(self) -> None:
         images = self.images
-        self.augmenter = Augmenter(self.augment, images.imgsz, len(images.names), self.load, self.size, self.masks)
+        form = self.masks, images.pixels
+        self.augmenter = Augmenter(self.augment, images.imgsz, len(images.names), self.load, self.size, *form)
         self.unmixed = replace(self.augmenter, settings=replace(self.augment, mosaic=0.0))
 
     def load(self, index: int) -> Sample:
@@ -113,7 +128,7 @@ class TrainingItems(_Items):
         image, boxes = sample.image.copy(), pixel_boxes(hidden, *sample.image.shape[1::-1])
         for (x1, y1, x2, y2), is_label in [*((box, False) for box in boxes), *((box, True) for box in sample.boxes)]:
             part = np.s_[max(math.floor(y1), 0) : math.ceil(y2), max(math.floor(x1), 0) : math.ceil(x2)]
-            image[part] = sample.image[part] if is_label else PADDING_LEVEL
+            image[part] = sample.image[part] if is_label else PADDING[image.dtype.type]
         return sample._replace(image=image)
 
     def size(self, index: int) -> tuple[int, int]:
@@ -162,14 +177,13 @@ def pixel_boxes(rows: np.ndarray, width: int, height: int) -> np.ndarray:
 
 
 def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Write an RGB image into `pixels`, uint8 (3, h, w); return them and its targets, class and xywh, (k, 5)."""
+    """Write an image into `pixels` (channels, h, w), reversed; return them and its targets, class, xywh, (k, 5)."""
     height, width = sample.image.shape[:2]
     boxes = sample.boxes.clip(0, (width, height, width, height))
     low, high = boxes[:, :2], boxes[:, 2:]
     targets = np.concatenate((sample.classes[:, None], (low + high) / 2, high - low), 1)
     targets[:, 1:] /= (width, height, width, height)
-    red, green, blue = pixels.numpy()
-    cv2.split(sample.image, [blue, green, red])  # in place, because the planes are contiguous
+    cv2.split(sample.image, [*pixels.numpy()[::-1]])  # in place, because the planes are contiguous
     return pixels, torch.from_numpy(targets.astype(np.float32))
 
 
@@ -189,6 +203,7 @@ class DetectionSplit(BoxSplit):
     problems: tuple[str, ...] = ()
     windows: Windows | None = None  # that the images are, if they are parts of files
     sets: tuple[Subset, ...] = ()
+    pixels: PixelFormat = PHOTOS
 
     def identity(self) -> dict[str, str]:
         """Return hashes of the files' names, and of the boxes and outlines of each image; and the data sets."""
@@ -214,11 +229,11 @@ class DetectionSplit(BoxSplit):
         return np.repeat(scale, self.labels.counts, axis=0) * self.labels.rows[:, 3:5]
 
     def display_image(self, index: int, side: int) -> np.ndarray:
-        image = read_image(self.images[index])
+        image = read_pixels(self.images[index], self.pixels)
         if self.windows:
             left, top, right, bottom = self.windows.bounds[index].tolist()
             image = image[top:bottom, left:right]
-        return resize_long_side(image, min(side, max(image.shape[:2])), smooth=True)
+        return display_pixels(resize_long_side(image, min(side, max(image.shape[:2])), smooth=True))
 
     def instances(self) -> Instances:
         images = np.repeat(np.arange(len(self.images)), self.labels.counts)
@@ -242,7 +257,7 @@ class DetectionData(DataSet[DetectionSplit]):
     training_items: ClassVar[type[TrainingItems]] = TrainingItems
     evaluation_items: ClassVar[type[EvaluationItems]] = EvaluationItems
     fit: ClassVar[Literal["letterbox", "stretch"]] = "letterbox"  # as the network is trained
-    joins_sets = True
+    has_boxes = True
 
     @staticmethod
     def class_names(spec: DataSpec, single_cls: bool) -> dict[int, str]:
@@ -271,12 +286,15 @@ class DetectionData(DataSet[DetectionSplit]):
         if isinstance(hyp, Augmentation) and (self.options.rect or not hyp.mosaic):
             keys = " and ".join(key for key in ("mixup", "copy_paste") if getattr(hyp, key))
             log(f"{keys}: no effect without mosaics ({'--rect' if hyp.mosaic else 'mosaic 0'})" if keys else "")
+        pixels = self.spec.pixels
+        if isinstance(hyp, Augmentation) and pixels.channels != 3 and (hyp.hsv_h or hyp.hsv_s):
+            log(f"hsv_h and hsv_s: no effect on images of {pixels}, which have no colours")
         specs, tiles = self.spec.sets.get(name, ()), self.spec.tiles
         rules = BOXES if tiles else self.row_rules(hyp)
         if any(spec.weight for spec in specs) and (self.options.rect or self.options.image_weights):
             fault = "--rect and --image-weights decide themselves how often an image is drawn"
             raise UserError(f"{self.spec.file}: {fault}; leave them out, or the shares of the data sets")
-        parts = [replace(self, spec=spec)._read(name, rules) for spec in specs or [self.spec]]
+        parts = [replace(self, spec=replace(spec, pixels=pixels))._read(name, rules) for spec in specs or [self.spec]]
         labels = Labels.concatenate([part.labels for part in parts])
         images = parts[0].images if len(parts) == 1 else PathArray(chain(*(path_texts(part.images) for part in parts)))
         problems = tuple(problem for part in parts for problem in part.problems)
@@ -287,7 +305,7 @@ class DetectionData(DataSet[DetectionSplit]):
             windows = training_windows(labels, images, tiles)
             images, labels = images[windows.images], windows.labels
             ends = np.searchsorted(windows.images, ends)
-        return DetectionSplit(images, labels, problems, windows, subsets(specs, ends))
+        return DetectionSplit(images, labels, problems, windows, subsets(specs, ends), pixels)
 
     def _read(self, name: str, rules: RowRules) -> DetectionSplit:
         """Read and check a split that lists no data sets, or one data set of another split."""
@@ -347,7 +365,7 @@ class DetectionData(DataSet[DetectionSplit]):
         else:
             fitted, placement = letterbox(unlabelled, shape, enlarge=True)
         info = ImageInfo(0, name, (width, height), placement, np.zeros((0, 5), np.float32))
-        return *to_tensors(fitted, empty_pixels(3, *shape)), info
+        return *to_tensors(fitted, empty_pixels(channel_count(image), *shape, dtype=image.dtype)), info
 
     collate = staticmethod(collate)
 
@@ -361,9 +379,9 @@ class DetectionData(DataSet[DetectionSplit]):
         batches = training_batches(
             options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners, split.sets
         )
-        form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": split.windows}
-        images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         user, windows = self.user_augmentations(), split.windows
+        form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": windows, "pixels": split.pixels}
+        images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         items = self.training_items(images, split.labels, augment, seed, options, user, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
 
@@ -376,10 +394,10 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         if windows := self.cut(split):
-            split = DetectionSplit(split.images[windows.images], windows.labels, (), windows)
-        form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": split.windows}
-        images = Images(split.images, split.labels.sizes, self.imgsz, **form, cache=self.options.cache)
-        items = self.evaluation_items(images, split.labels, windows=windows)
+            split = replace(split, images=split.images[windows.images], labels=windows.labels, windows=windows)
+        form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": windows, "pixels": split.pixels}
+        stored = Images(split.images, split.labels.sizes, self.imgsz, **form, cache=self.options.cache)
+        items = self.evaluation_items(stored, split.labels, windows=windows)
         return loader(items, batches, self.collate, self.options.workers)
 
     def cut(self, split: DetectionSplit) -> Windows | None:

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
+from utils.batch import PHOTOS, PixelFormat, channel_count
 from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import SETTINGS_FILE, read_regular, read_text
@@ -25,7 +27,9 @@ cv2.setNumThreads(0)  # loader processes are parallel already; their threads wou
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)  # Pillow reads what OpenCV cannot, or raises
 
 IMAGE_SUFFIXES = frozenset([".bmp", ".dng", ".jpeg", ".jpg", ".mpo", ".png", ".tif", ".tiff", ".webp"])
+NPY_SUFFIX = ".npy"  # of arrays that are images if a data YAML has `channels` or `range`
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+TIFF_STARTS = (b"II*\0", b"MM\0*")
 MIN_RESTORED_VALUES = 3 * 16 * 32  # that are not the grey of missing ones: of a file without pixels a block has some
 # Flags that decode a JPEG at 1/1, 1/2, 1/4, 1/8 of its size, from the low frequencies of each block only.
 REDUCED = (cv2.IMREAD_REDUCED_COLOR_2, cv2.IMREAD_REDUCED_COLOR_4, cv2.IMREAD_REDUCED_COLOR_8)
@@ -38,8 +42,11 @@ def is_image(name: str) -> bool:
     return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith(".")
 
 
-def images_below(folder: Path, problems: list[str] | None = None) -> Iterator[str]:
-    """Yield every image below a folder, except hidden ones and those in run folders, which `problems` lists."""
+def images_below(folder: Path, problems: list[str] | None = None, suffixes: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield every image, or file of other `suffixes`, below a folder, except hidden ones and those in run folders.
+
+    The latter are listed in `problems`.
+    """
     visited = set()  # links are followed, but each folder is read once
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         real = os.path.realpath(path)
@@ -48,7 +55,8 @@ def images_below(folder: Path, problems: list[str] | None = None) -> Iterator[st
             continue
         visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (os.path.join(path, name) for name in sorted(files) if is_image(name))
+        names = (name for name in sorted(files) if is_image(name) or name.endswith(suffixes))
+        yield from (os.path.join(path, name) for name in names)
 
 
 def is_run_folder(folder: str | Path, problems: list[str] | None = None) -> bool:
@@ -118,8 +126,81 @@ def _read_with_pillow(data: bytes) -> np.ndarray:
         return np.ascontiguousarray(np.asarray(upright.convert("RGB"))[..., ::-1])
 
 
-def read_whole_image(path: Path) -> np.ndarray:
-    """Return the pixels as `read_image` does, but raise the `UserError` for any file that data sets leave out."""
+def read_pixels(path: Path, form: PixelFormat = PHOTOS) -> np.ndarray:
+    """Return a photo as `read_image` does; in another format, uint16 (h, w, channels), or (h, w) for one channel.
+
+    The ends of the range are 0 and 65535. The channels of the file, or of files that are stacked, are in reverse order,
+    as in BGR. Raises a `UserError` that names the file.
+    """
+    if form == PHOTOS:
+        return read_image(path)
+    files = stacked_files(path, form.folders)
+    one = PixelFormat(0, form.range) if form.folders else form
+    images = [to_format(_read_file(file, one), one, file) for file in files]
+    if len({image.shape[:2] for image in images}) > 1:
+        raise UserError(f"{path} and the images that are stacked with it have different sizes; give all one size")
+    return to_format(np.dstack(images[::-1]), replace(form, range=None), path) if form.folders else images[0]
+
+
+def to_format(image: np.ndarray, form: PixelFormat, name: object = "the array") -> np.ndarray:
+    """Return values (h, w, channels) or (h, w) of any type as `read_pixels` does. Raises a `UserError` with `name`."""
+    if image.ndim not in (2, 3) or not image.size or image.dtype.kind not in "uif":
+        raise UserError(f"{name} has {image.dtype} {image.shape}; an image has numbers (height, width, channels)")
+    image = image[..., 0] if image.shape[2:] == (1,) else image
+    image = np.dstack([image] * 3) if form.channels == 3 and image.ndim == 2 else image
+    if form.channels not in (0, count := channel_count(image)):
+        raise UserError(f"{name} has {PixelFormat(count)}, not {form.channels}; convert it, or correct `channels`")
+    if image.dtype == np.uint8:
+        image = np.multiply(image, 257, dtype=np.uint16)
+    elif image.dtype != np.uint16 or form.range:
+        limits = (0, 1) if image.dtype.kind == "f" else (np.iinfo(image.dtype).min, np.iinfo(image.dtype).max)
+        low, high = form.range or limits
+        scaled = (image.astype(np.float64) - low) * (65535 / (high - low))
+        image = np.rint(np.nan_to_num(scaled).clip(0, 65535))
+    return np.ascontiguousarray(image, np.uint16)
+
+
+def stacked_files(path: Path, folders: Sequence[str]) -> list[Path]:
+    """Return an image and those of its name in the other `folders`, if any. Raises `UserError`.
+
+    In its path, what distinguishes the first folder from the others is replaced, as `images` of images/train.
+    """
+    parts = [Path(folder).parts for folder in folders]
+    while parts and min(map(len, parts)) > 1 and len({names[-1] for names in parts}) == 1:
+        parts = [names[:-1] for names in parts]
+    first, *others = [os.path.join(os.sep, *names, "") for names in parts] or [""]
+    before, found, after = os.path.abspath(path).rpartition(first or os.sep)
+    if not found:
+        raise UserError(f"{path} is not in a folder {first}, with which `channels` stacks {others[0]}; move it there")
+    return [path, *(Path(f"{before}{other}{after}") for other in others)]
+
+
+def _read_file(path: Path, form: PixelFormat) -> np.ndarray:
+    """Return the values of a file, channels reversed; without an alpha channel if there are to be three channels."""
+    try:
+        data = read_regular(path)
+        if path.suffix.lower() == NPY_SUFFIX:
+            return np.atleast_3d(np.load(io.BytesIO(data), allow_pickle=False))[..., ::-1]
+        if data.startswith(TIFF_STARTS):
+            from tifffile import TiffFile  # only here, because most data sets have none
+
+            with suppress(ValueError), TiffFile(io.BytesIO(data)) as file:  # ValueError: compressed as OpenCV may know
+                series = file.series[0]
+                image = np.moveaxis(series.asarray(), [series.axes.index(axis) for axis in "YX"], (0, 1))
+                return image.reshape(*image.shape[:2], -1)[..., ::-1]  # all planes and pages
+            return np.dstack(cv2.imdecodemulti(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)[1][::-1])
+        is_colour = form.channels == 3 or data.startswith(JPEG_START)
+        flags = cv2.IMREAD_ANYCOLOR | cv2.IMREAD_ANYDEPTH if is_colour else cv2.IMREAD_UNCHANGED
+        image = np.asarray(cv2.imdecode(np.frombuffer(data, np.uint8), flags))
+        return image[..., [3, 0, 1, 2]] if image.shape[2:] == (4,) else image  # from BGRA
+    except Exception as error:  # each format has its own
+        raise unreadable_image(path, error) from None
+
+
+def read_whole_image(path: Path, form: PixelFormat = PHOTOS) -> np.ndarray:
+    """Return the pixels as `read_pixels` does, but raise the `UserError` for any file that data sets leave out."""
+    if form != PHOTOS:
+        return read_pixels(path, form)
     try:
         image_size(path, lambda problem: log(f"warning: {problem}"))
     except Image.DecompressionBombError:
@@ -204,6 +285,8 @@ def resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarra
     if shape == (width, height):
         return image
     interpolation = cv2.INTER_AREA if smooth and max(shape) < max(height, width) else cv2.INTER_LINEAR
+    if channel_count(image) > 4:  # OpenCV averages the areas of 4 channels at most
+        return np.dstack([cv2.resize(plane, shape, interpolation=interpolation) for plane in cv2.split(image)])
     return cv2.resize(image, shape, interpolation=interpolation)
 
 

@@ -11,15 +11,16 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from data.images import image_size
+from data.images import image_size, read_pixels, stacked_files
 from data.polygons import Polygons, part_offsets
-from utils.batch import path_texts
+from utils.batch import PHOTOS, PixelFormat, path_texts
 from utils.console import log
 from utils.errors import UserError, plural, quoted
 from utils.files import cache_folder, one_at_a_time, read_regular, read_text, replacing
@@ -52,6 +53,7 @@ class RowRules:
     tolerance: float = OUTLINE_TOLERANCE  # how far outside of [0, 1] the coordinates of points may be, below 1
     keypoints: int = 0  # numbers of key points that may follow a box, which are not used; if any, no row is a polygon
     boxed: bool = False  # whether a polygon may follow its own box, as in an annotation that has both
+    pixels: PixelFormat = PHOTOS  # of the images
 
     def outline(self, values: list[float]) -> list[float]:
         """Return the coordinates x1 y1 x2 y2 ... of a row, [] for a box, moved to the edge unless nearly inside.
@@ -259,11 +261,12 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
 
 def _key(images: Sequence[Path], rules: RowRules | None, annotated: Sequence[AnnotatedImages]) -> str:
     """Return a hash of the paths, and of the `file_stamps` of every image, label and annotation file."""
-    names = path_texts(images)
+    names, folders = path_texts(images), rules.pixels.folders if rules else ()
     digest = hashlib.sha256(f"{rules} {CACHE_VERSION} {len(names)}\0".encode())
     digest.update(Path(inspect.getfile(type(rules))).read_bytes() if rules else b"")  # the rules may be a user's
     digest.update(os.fsencode("\0".join(names)))
-    digest.update(file_stamps(names))
+    stacked = (os.fspath(file) for image in (images if folders else ()) for file in stacked_files(image, folders)[1:])
+    digest.update(file_stamps(chain(names, stacked)))
     if rules:
         for split in annotated:
             digest.update(split.stamp())
@@ -342,11 +345,13 @@ def _scan_item(item: tuple[Path, RowRules | None, ImageRows | None]) -> Scan:
 def scan_image(image: Path, rules: RowRules | None = BOXES, described: ImageRows | None = None) -> Scan:
     """Check an image and its label file or annotations. It is left out if bad, or if it has rows but no valid one."""
     restored: list[str] = []
+    pixels = rules.pixels if rules else PHOTOS
     try:
-        size = image_size(image, restored.append)
+        size = image_size(image, restored.append) if pixels == PHOTOS else read_pixels(image, pixels).shape[1::-1]
     except Exception as error:  # Pillow raises many kinds for a damaged file
         reason = getattr(error, "strerror", None) or error
-        return Scan(problems=[f"{image}: not readable as an image ({reason}); left out"])
+        fault = f"{image}: not readable as an image ({reason})" if pixels == PHOTOS else error
+        return Scan(problems=[f"{fault}; left out"])
     if min(size) < MIN_IMAGE_SIDE_PIXELS:
         return Scan(problems=[f"{image}: {size[0]}x{size[1]} pixels, smaller than {MIN_IMAGE_SIDE_PIXELS}; left out"])
     if rules is None:

@@ -18,7 +18,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from data.images import IMAGE_SUFFIXES, read_whole_image, unreadable_image
+from data.images import IMAGE_SUFFIXES, NPY_SUFFIX, read_whole_image, to_format, unreadable_image
+from utils.batch import PHOTOS, PixelFormat
 from utils.console import log
 from utils.errors import UserError
 from utils.files import cache_folder, download, read_text
@@ -44,9 +45,10 @@ class Frame(NamedTuple):
     """A picture, or a frame of a video or stream."""
 
     item: MediaItem  # picture, video or stream that has the frame
-    image: np.ndarray  # pixels as displayed, uint8 (h, w, 3) BGR
+    image: np.ndarray  # pixels as displayed, uint8 (h, w, 3) BGR, or as `read_pixels` returns them
     number: int = 0  # index among all frames of the video or stream
     fps: float = 0.0  # frame rate of the video or stream; 0 for a picture
+    pixels: PixelFormat = PHOTOS
 
     @property
     def title(self) -> str:
@@ -55,7 +57,7 @@ class Frame(NamedTuple):
 
     def read(self) -> np.ndarray:
         """Return the pixels of a file's picture or frame again, skipping the frames before it. Raises `UserError`."""
-        media = Media([self.item], max(self.number, 1))
+        media = Media([self.item], max(self.number, 1), self.pixels)
         for frame in media:
             if frame.number == self.number:
                 return frame.image
@@ -80,6 +82,7 @@ def find_media(source: str) -> list[MediaItem]:
     pattern = os.path.join(glob.escape(text), "*") if os.path.isdir(text) else text
     paths = [text] if os.path.isfile(text) else glob.glob(pattern, recursive=True)
     items = [_item(path) for path in sorted(paths) if _kind(path) and not os.path.isdir(path)]
+    items = items or [MediaItem("picture", path) for path in sorted(paths) if path.endswith(NPY_SUFFIX)]
     if not items:
         suffixes = " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
         raise UserError(
@@ -120,9 +123,13 @@ class Media:
 
     items: list[MediaItem]
     stride: int = 1  # step between the frames of a video or stream
+    pixels: PixelFormat = PHOTOS
     problems: list[str] = field(default_factory=list)  # messages about items that could not be read so far
 
     def __post_init__(self) -> None:
+        films = [item.name for item in self.items if item.kind != "picture"]
+        if films and self.pixels != PHOTOS:
+            raise UserError(f"{films[0]} has 3 channels of 8 bits, and the model takes images of {self.pixels}")
         if len(self.items) > 1 and any(item.kind == "live" for item in self.items):
             raise UserError("a camera or stream must be the only source; start detect.py once for each")
 
@@ -130,7 +137,7 @@ class Media:
         for item in self.items:
             try:
                 if item.kind == "picture":
-                    yield Frame(item, read_whole_image(local_file(item)))
+                    yield Frame(item, read_whole_image(local_file(item), self.pixels), pixels=self.pixels)
                 else:
                     yield from self._video(item)
             except UserError as error:
@@ -166,10 +173,10 @@ def local_file(item: MediaItem) -> Path:
     return download(item.name, cache_folder() / "media" / folder / Path(address.path).name)
 
 
-def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
+def read_files(items: Iterable[MediaItem], pixels: PixelFormat = PHOTOS) -> Iterator[Frame]:
     """Read pictures, and every frame of videos, with a warning for one that ends early. Raises `UserError`."""
     for item in items:
-        media, frame = Media([item]), None
+        media, frame = Media([item], pixels=pixels), None
         for frame in media:
             yield frame
         if media.problems and not frame:
@@ -177,12 +184,14 @@ def read_files(items: Iterable[MediaItem]) -> Iterator[Frame]:
         log(*(f"warning: {problem}" for problem in media.problems))
 
 
-def as_pixels(image: Any, bgr: bool = False) -> np.ndarray:
+def as_pixels(image: Any, bgr: bool = False, pixels: PixelFormat = PHOTOS) -> np.ndarray:
     """Convert an image in memory to uint8 (h, w, 3) BGR, a copy. Raises `UserError`.
 
     It is a PIL image; an array, uint8 (h, w, 3), or grey (h, w); or a tensor (3, h, w), uint8 or floats in 0 to 1, in
-    RGB order, or BGR if `bgr`.
+    RGB order, or BGR if `bgr`. For other `pixels` it is an array, as of a file, which becomes as `read_pixels` does.
     """
+    if pixels != PHOTOS:
+        return to_format(np.atleast_3d(np.asarray(image))[..., :: 1 if bgr else -1], pixels)
     if isinstance(image, Image.Image):
         bgr = False
         try:

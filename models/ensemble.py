@@ -25,7 +25,7 @@ from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
 from models.tasks.contract import Model, Postprocess, Prediction, Task, Thresholds, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
-from utils.batch import Batch, layout, use_onednn
+from utils.batch import Batch, PixelFormat, layout, use_onednn
 from utils.config.settings import refuse_flags
 from utils.console import log
 from utils.errors import UserError, plural
@@ -60,11 +60,14 @@ def common_task(weights: Mapping[str, Weights]) -> str:
             raise UserError(f"{name} holds bare tensors without a model; give weights that train.py or YOLOv5 wrote")
         if content.task not in TASKS and (task_file := content.settings.get("task_file")):
             add_tasks(str(task_file), named_by_user=False, named_by=name)
-    kinds = {name: (task_name({"task": content.task}, name), content.names) for name, content in weights.items()}
+    kinds = {
+        name: (task_name({"task": content.task}, name), content.names, str(PixelFormat.of_model(content.model or {})))
+        for name, content in weights.items()
+    }
     first = next(iter(weights))
     for other, kind in kinds.items():
         if kind != kinds[first]:
-            raise UserError(f"{first} and {other} cannot be one ensemble: their tasks or class names differ")
+            raise UserError(f"{first} and {other} cannot be one ensemble: their tasks, class names or channels differ")
     return kinds[first][0]
 
 
@@ -147,6 +150,13 @@ class Members:
         reason = "fixed by the exported file" if fixed else "stored in the checkpoint"
         log(f"image size {format_sides(size)} ({reason})")
         return ImageSize(size, is_fixed=bool(fixed))
+
+    def pixel_format(self, data: PixelFormat | None = None, source: str = "") -> PixelFormat:
+        """Return how images are read. Raises `UserError` if the `data` set of the YAML `source` differs in it."""
+        form = PixelFormat.of_model(self.first.model or {})
+        if data and str(data) != str(form):
+            raise UserError(f"{next(iter(self.files))} takes images of {form}, but {source} has {data}; use others")
+        return form
 
     @property
     def exported(self) -> dict[str, ExportMetadata]:

@@ -79,9 +79,13 @@ class ExportMetadata:
     licence: str = UNKNOWN
     origin: list[dict[str, str]] = field(default_factory=list)  # see `Origin`
 
+    @property
+    def channels(self) -> int:
+        return int(self.model.get("ch", 3))
+
     def text(self) -> str:
         """Return the metadata as JSON with sorted keys; `shape`, `stride` and `names` are for YOLOv5's programs."""
-        content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, 3, *self.imgsz]}
+        content = {"format": EXPORT_FORMAT, **asdict(self), "shape": [self.batch, self.channels, *self.imgsz]}
         return json.dumps(content, sort_keys=True)
 
     @classmethod
@@ -276,7 +280,7 @@ class ExportJob:
         metadata = self.metadata
         count = max(metadata.batch, 2) if metadata.dynamic else metadata.batch
         dtype = torch.half if metadata.half else torch.float
-        return torch.zeros(count, 3, *metadata.imgsz, device=metadata.device, dtype=dtype)
+        return torch.zeros(count, metadata.channels, *metadata.imgsz, device=metadata.device, dtype=dtype)
 
     @cached_property
     def onnx(self) -> bytes:

@@ -32,6 +32,7 @@ from models.weights import (
     same_names,
 )
 from models.yolo import MODEL_FOLDERS, YoloModel, add_layers, whole_strides
+from utils.batch import PixelFormat
 from utils.config.flags import TrainOptions
 from utils.config.hyperparameters import Recipe
 from utils.console import log
@@ -73,21 +74,22 @@ class ImageSize(NamedTuple):
 
 
 def count_gflops(model: nn.Module, imgsz: int, source: str = "the model") -> float:
-    """Return the billions of floating-point operations for one image (3, imgsz, imgsz); a multiply-add counts as two.
+    """Return the billions of floating-point operations for one square image; a multiply-add counts as two.
 
     The model is traced on the "meta" device. If a layer cannot be traced, the model runs on a black image and the
     result is 0. Raises `UserError`, which names `source`, if it does not take such an image.
     """
     dtype = next(model.parameters(), torch.zeros(0)).dtype
+    shape = 1, PixelFormat.of_model(getattr(model, "yaml", {})).channels, imgsz, imgsz
     with suppress(Exception), torch.no_grad():  # a user's layer can fail anywhere
         replaced = {id(tensor): tensor.to("meta") for tensor in (*model.parameters(), *model.buffers())}
         traced = without_batchnorm(copy.deepcopy(model, replaced).eval())  # no weight is copied
         with FlopCounterMode(display=False) as counter:
-            traced(torch.empty(1, 3, imgsz, imgsz, dtype=dtype, device="meta"))
+            traced(torch.empty(shape, dtype=dtype, device="meta"))
         return counter.get_total_flops() / 1e9
     try:
         with torch.no_grad():
-            copy.deepcopy(model).eval()(torch.zeros(1, 3, imgsz, imgsz, dtype=dtype))
+            copy.deepcopy(model).eval()(torch.zeros(shape, dtype=dtype))
     except Exception as error:
         if "cuda" not in str(error).lower():  # of a layer that runs on a GPU only
             reason = first_line(error)
@@ -303,7 +305,12 @@ def load_and_freeze(model: Model, start: StartingPoint, task: Task, options: Tra
 def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> None:
     name = start.weights_name
     fresh = task.fresh_tensors(start.from_yaml)
-    loaded, total, misfits = transfer(model, weights.state, fresh)
+    tensors, state, mean = model.state_dict(), dict(weights.state), ""
+    for key, x in weights.state.items():
+        if x.ndim == 4 and x.shape[1] == 3 and key in tensors and (channels := tensors[key].shape[1]) != 3:
+            state[key] = x.mean(1, keepdim=True).repeat(1, channels, 1, 1) * (3 / channels)  # of the same sum
+            mean = f" ({key}: the mean of 3 channels for each of {channels})"
+    loaded, total, misfits = transfer(model, state, fresh)
     if not loaded:
         raise UserError(
             f"no tensor of {name} fits the model; leave out --cfg to train the model in that file, or give "
@@ -311,10 +318,10 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
         )
     head = task.keep_head(model, weights.state, weights.names)
     if misfits and not head:
-        shapes = ["x".join(map(str, state[misfits[0]].shape)) for state in (weights.state, model.state_dict())]
+        shapes = ["x".join(map(str, state[misfits[0]].shape)) for state in (state, tensors)]
         head = f"not {len(misfits)} with other shapes, such as {misfits[0]} ({', here '.join(shapes)})"
     warning = "warning: these are weights of another model: only " if loaded <= total / 2 else ""
-    log(f"{warning}{loaded} of {total} tensors taken from {name}{', ' if head else ''}{head}")
+    log(f"{warning}{loaded} of {total} tensors taken from {name}{mean}{', ' if head else ''}{head}")
     found = {**weights.state, **head_tensors(model)}  # another head is no surprise
     unneeded = (*fresh, "num_batches_tracked")  # which files of an old torch lack
     expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 # The keys of a model YAML.
 MODEL_KEYS = (
     *("task", "nc", "ch", "depth_multiple", "width_multiple", "channel_multiple", "anchors"),
-    *("activation", "inplace", "backbone", "head", "auxiliary"),
+    *("range", "folders", "activation", "inplace", "backbone", "head", "auxiliary"),
 )
 # The keys of train.py's files, besides `format`, with their types.
 CONTENT_TYPES: dict[str, Any] = {"task": str, "model": dict, "names": dict | list, "state": dict, "settings": dict}

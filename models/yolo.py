@@ -32,6 +32,7 @@ from models.layers import Conv, Head, RepConv, without_batchnorm
 from models.tasks import head_name, task_name
 from models.tasks.contract import Model
 from models.weights import MODEL_KEYS
+from utils.batch import MAX_CHANNELS
 from utils.config.flags import is_number
 from utils.errors import UserError, first_line, nearest, quoted
 from utils.files import find_file, read_yaml
@@ -41,7 +42,6 @@ MAX_COUNT = 4096  # largest number of classes, channels or repetitions; a larger
 MAX_MULTIPLE = 16  # largest depth or width multiple
 # Side in pixels of the image that a model is tried with while it is built; also the largest stride that it may have.
 PROBE_PIXELS = 128
-CHANNELS = 3  # channels of an image: RGB
 MODEL_FOLDERS = ("models", "models/hub", "models/segment")  # of model YAMLs; the last one only in YOLOv5
 PYTHON_WORDS = {"None": None, "True": True, "False": False}  # arguments that mean null, true and false
 
@@ -201,7 +201,7 @@ class YoloModel(Model):
             )
 
     def forward(self, images: Tensor, *hints: Tensor) -> Any:
-        """Run the rows on RGB images (b, 3, h, w) in [0, 1]; `hints` are further arguments of the head.
+        """Run the rows on images (b, channels, h, w) in [0, 1], RGB if three; `hints` are arguments of the head.
 
         A detector returns a raw map (b, anchors, h / stride, w / stride, 5 + nc) per level; h and w must be multiples
         of `stride`. A classifier returns logits (b, nc), a segmenter maps and prototypes. In training, a model with an
@@ -284,13 +284,13 @@ def _with_defaults(source: str, yaml: dict[str, Any], nc: int | None) -> dict[st
         hint, known = nearest(unknown[0], MODEL_KEYS), ", ".join(MODEL_KEYS)
         raise UserError(f"{source}: unknown key '{unknown[0]}'{hint}; known are {known}")
     task = {"task": task_name(yaml, source)}
-    sizes = {"ch": CHANNELS, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
+    sizes = {"ch": 3, "depth_multiple": 1.0, "width_multiple": 1.0, "channel_multiple": 8}
     yaml = {**task, **sizes, **yaml, **task, **({} if nc is None else {"nc": nc})}
     whole = is_count, f"a whole number from 1 to {MAX_COUNT}"
     multiple = lambda value: is_number(value) and 0 < value <= MAX_MULTIPLE, f"a number above 0, at most {MAX_MULTIPLE}"
     rows = _is_list, "a list of rows [from, number, module, args]"
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "ch": (lambda value: value == CHANNELS, f"{CHANNELS}, as images are read as RGB, or leave it out"),
+        "ch": (lambda value: is_count(value) and value <= MAX_CHANNELS, f"1 to {MAX_CHANNELS} channels of an image"),
         **dict.fromkeys(("nc", "channel_multiple"), whole),
         **dict.fromkeys(("depth_multiple", "width_multiple"), multiple),
         **dict.fromkeys(("backbone", "head"), rows),
@@ -344,7 +344,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
     activation = _parse_activation(source, yaml.get("activation"))
     built: list[nn.Module] = []
     drafts: list[nn.Module] = []
-    maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, PROBE_PIXELS, PROBE_PIXELS, device="meta")}
+    maps: dict[int, Any] = {-1: torch.zeros(1, yaml["ch"], PROBE_PIXELS, PROBE_PIXELS, device="meta")}
     largest = 1.0
 
     def scaled(count: Any) -> int:
@@ -387,7 +387,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
 
 def _try_size(source: str, rows: list[Row], drafts: list[nn.Module], probed: Mapping[int, Any], side: int) -> None:
     """Run the drafts for an image of `side` pixels; `probed` are the outputs for PROBE_PIXELS. Raises `UserError`."""
-    maps: dict[int, Any] = {-1: torch.zeros(1, CHANNELS, side, side, device="meta")}
+    maps: dict[int, Any] = {-1: probed[-1].new_zeros(1, probed[-1].shape[1], side, side)}
     for row, draft in zip(rows, drafts, strict=True):
         with _naming(source, row), torch.device("meta"), torch.no_grad():
             if isinstance(draft, Head) and not draft.any_size:

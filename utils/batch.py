@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+MAX_CHANNELS = 16  # of images
 MASK_STRIDE = 4  # pixels of the network's image per pixel of a mask map, along each side
 
 
@@ -42,6 +43,48 @@ def use_onednn(model: nn.Module, device: torch.device) -> None:
     for module in model.modules() if device.type == "cpu" else ():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
             module.dilation = (2, 2)
+
+
+@dataclass(frozen=True)
+class PixelFormat:
+    """How pixels are read from files: the same in training, validation, detection and exports.
+
+    Only `PHOTOS` are uint8, others uint16; an array of a single channel has no axis for it.
+    """
+
+    channels: int = 3  # 0: as many as stacked files have
+    range: tuple[float, float] | None = None  # values that become 0 and 1; None: those of the files' type
+    folders: tuple[str, ...] = ()  # whose files are stacked by name; the first one has the labels
+
+    @property
+    def dtype(self) -> type[np.uint8 | np.uint16]:
+        return np.uint8 if self == PHOTOS else np.uint16
+
+    def shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (height, width) if self.channels == 1 else (height, width, self.channels)
+
+    def bytes(self, pixels: int = 1) -> int:
+        return pixels * self.channels * np.dtype(self.dtype).itemsize
+
+    @classmethod
+    def of_model(cls, yaml: Mapping[str, Any]) -> PixelFormat:
+        """Return the format in the YAML of a model, which `model_keys` has written."""
+        return cls(yaml.get("ch", 3), tuple(yaml.get("range") or ()) or None, tuple(yaml.get("folders") or ()))
+
+    def model_keys(self) -> dict[str, Any]:
+        """Return the format as keys of a model YAML."""
+        return {"ch": self.channels, "range": [*(self.range or ())], "folders": [*self.folders]}
+
+    def __str__(self) -> str:
+        limits = f" in the range {self.range[0]:g} to {self.range[1]:g}" if self.range else ""
+        return f"{self.channels} channel{'s' * (self.channels > 1)}{limits}"
+
+
+PHOTOS = PixelFormat()
+
+
+def channel_count(image: np.ndarray) -> int:
+    return int(np.prod(image.shape[2:]))
 
 
 class Placement(NamedTuple):
@@ -77,7 +120,7 @@ class ClassInfo(NamedTuple):
 class Batch:
     """A batch of images, as the data set's loader delivers it."""
 
-    images: Tensor  # uint8 (b, 3, h, w), RGB
+    images: Tensor  # uint8 (b, 3, h, w), RGB; or uint16 (b, channels, h, w), by the data set's `PixelFormat`
     # float32; boxes are (m, 6): image in the batch, class, normalised xywh; classes of whole images are (b, classes):
     # shares that add up to 1
     targets: Tensor

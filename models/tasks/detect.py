@@ -375,8 +375,9 @@ class BoxTask(Task):
         return DetectionMetrics(self.names, drawn)
 
     def inputs(self, batch: Batch) -> Tensor:
-        """Return the images as float32 (b, 3, h, w) in 0 to 1."""
-        return batch.images.float(memory_format=layout(batch.images.device)).div_(255)  # type: ignore[call-arg]
+        """Return the images as float32 (b, channels, h, w) in 0 to 1."""
+        largest = torch.iinfo(batch.images.dtype).max
+        return batch.images.float(memory_format=layout(batch.images.device)).div_(largest)  # type: ignore[call-arg]
 
     def draw_batch(self, batch: Batch) -> Image:
         return draw_targets(batch.images.cpu().numpy(), batch.targets.cpu().numpy(), self.names)

@@ -50,7 +50,7 @@ from models.yolo import YoloModel
 from utils.batch import MASK_STRIDE, Batch, ImageInfo, SegmentationBatch, box_windows
 from utils.config.hyperparameters import AnchorKeys
 from utils.errors import UserError
-from utils.plots.drawing import MAX_GRID_IMAGES, draw_targets, tint
+from utils.plots.drawing import MAX_GRID_IMAGES, display_pixels, draw_targets, tint
 
 MAX_GROUP_VALUES = 2**20  # numbers in the largest tensor of a group; a group takes about 20 MB in fp32
 # A group's targets have numbers of matches between two of these edges; a target usually has 3 cells for each anchor.
@@ -406,12 +406,13 @@ class SegmentationTask(DetectionTask):
         return SegmentationMetrics(self.names, drawn)
 
     def draw_batch(self, batch: Batch) -> Image:
-        images = batch.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].copy()
+        planes = batch.images[:MAX_GRID_IMAGES].cpu().numpy()[:, ::-1].transpose(0, 2, 3, 1)
+        images = np.stack([*map(display_pixels, planes)])
         numbers, labels = cast("SegmentationBatch", batch).host_targets[:, :2].astype(int).T
         (drawn,) = np.nonzero(numbers < len(images))
-        size = (images.shape[2] // MASK_STRIDE, images.shape[3] // MASK_STRIDE)
+        size = (images.shape[1] // MASK_STRIDE, images.shape[2] // MASK_STRIDE)
         masks = target_masks(cast("SegmentationBatch", batch), drawn, size).cpu().numpy()
         for mask, target in zip(masks, drawn, strict=True):
             whole = mask.repeat(MASK_STRIDE, 0).repeat(MASK_STRIDE, 1)
-            tint(images[numbers[target]].transpose(1, 2, 0), whole, labels[target])
-        return draw_targets(images[:, ::-1], batch.targets.cpu().numpy(), self.names)
+            tint(images[numbers[target]], whole, labels[target])
+        return draw_targets(images.transpose(0, 3, 1, 2)[:, ::-1], batch.targets.cpu().numpy(), self.names)

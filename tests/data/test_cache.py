@@ -56,14 +56,14 @@ def files(tmp_path: Path) -> list[Path]:
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, *files: Path) -> None:
     """Let only cached pixels of these files be read, without a change of the files."""
-    read = cache.read_image
+    read = cache.read_pixels
 
-    def read_others(file: Path) -> np.ndarray:
+    def read_others(file: Path, *form: Any) -> np.ndarray:
         if file in files:
             raise UserError(f"{file} is read")
-        return read(file)
+        return read(file, *form)
 
-    monkeypatch.setattr(cache, "read_image", read_others)
+    monkeypatch.setattr(cache, "read_pixels", read_others)
 
 
 @pytest.mark.parametrize("way", ["", "ram", "disk"])

@@ -64,8 +64,8 @@ def test_background_and_wrong_values(tmp_path: Path) -> None:
 
 def test_pixels_do_not_depend_on_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is decoded once for all of its windows and epochs; on a full disk more often, for the same pixels."""
-    decoded, read, usage = [], cache.read_image, shutil.disk_usage
-    monkeypatch.setattr(cache, "read_image", lambda path: (decoded.append(path), read(path))[1])
+    decoded, read, usage = [], cache.read_pixels, shutil.disk_usage
+    monkeypatch.setattr(cache, "read_pixels", lambda *args: (decoded.append(args[0]), read(*args))[1])
 
     def epoch(**options: Any) -> list[Any]:
         data = data_of(tmp_path, {**SMALL, "background": 1}, **options)

@@ -256,7 +256,7 @@ def test_rows_that_do_not_lead_to_the_head() -> None:
     [
         *(({"head": head}, "head") for head in ([[-1, 1, "Conv", [64]]], [], None)),
         ({"head": [[[1, 2], 1, "Segment", ["nc", "anchors", 2, 16]]]}, "head"),
-        *(({key: value}, key) for key, value in (("backbone", None), ("nc", 0), ("ch", 4))),
+        *(({key: value}, key) for key, value in (("backbone", None), ("nc", 0), ("ch", 17))),
         *(({key: "wide"}, key) for key in ("width_multiple", "widht_multiple")),
         *(({"anchors": anchors}, "anchors") for anchors in ([], [1, "a"], None, [[1, 2, 3], [1, 2, 3]])),
         *(({"task": task}, "task") for task in (["detect"], "detekt")),

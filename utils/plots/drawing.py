@@ -60,14 +60,21 @@ def draw_text_lines(image: np.ndarray, lines: Sequence[str], thickness: int = LI
     return image
 
 
+def display_pixels(image: np.ndarray) -> np.ndarray:
+    """Return pixels, as `read_pixels` does, for display, uint8 (h, w, 3) BGR: the first three channels, or one."""
+    image = image if image.dtype == np.uint8 else (image >> 8).astype(np.uint8)
+    image = image if image.shape[2:] >= (3,) else np.dstack([np.atleast_3d(image)[..., -1]] * 3)
+    return np.ascontiguousarray(image[..., -3:])
+
+
 def draw_targets(images: np.ndarray, targets: np.ndarray, names: Mapping[int, str]) -> np.ndarray:
-    """Return a grid of up to 16 images, uint8 (b, 3, h, w) RGB, with their boxes; targets as in `Batch`, (m, 6)."""
+    """Return a grid of up to 16 images, (b, channels, h, w), with their boxes; both are as in `Batch`."""
     images = images[:MAX_GRID_IMAGES]
     columns = math.ceil(math.sqrt(len(images)))
     scale = min(1.0, MAX_GRID_PIXELS / (columns * max(images.shape[2:])))
     tiles = []
     for number, image in enumerate(images):
-        tile = cv2.merge(list(image[::-1]))
+        tile = display_pixels(image[::-1].transpose(1, 2, 0))
         tile = resize(tile, scale) if scale < 1 else tile
         image_targets = targets[targets[:, 0] == number]
         centres, sides = image_targets[:, 2:4], image_targets[:, 4:6]
