@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from data.polygons import Polygons
-from utils.batch import PHOTOS, PixelFormat, Placement, channel_count
+from utils.batch import PHOTOS, PixelFormat, Placement
 from utils.config.hyperparameters import Augmentation
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
@@ -366,7 +366,7 @@ def random_hsv(sample: Sample, settings: Augmentation, rng: np.random.Generator)
     turn, saturation, value = rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v) + (0, 1, 1)
     cos, sin = math.cos(math.pi * turn), math.sin(math.pi * turn) / math.sqrt(3)
     around_greys = np.array([[cos, sin, -sin], [-sin, cos, sin], [sin, -sin, cos]]) + (1 - cos) / 3
-    if channel_count(sample.image) != 3:  # without colours
+    if sample.image.shape[2:] != (3,):  # without colours
         flat = sample.image.reshape(len(sample.image), -1)
         return sample._replace(image=cv2.multiply(flat, value).reshape(sample.image.shape))
     image = cv2.transform(sample.image, around_greys)

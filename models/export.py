@@ -514,9 +514,7 @@ def _write_coreml(job: ExportJob, path: Path) -> None:
     precision = coremltools.precision.FLOAT32
     program = job.program().run_decompositions({})
     names = SUPPRESSED_NAMES if job.metadata.suppression else OUTPUT_NAMES
-    outputs = [
-        coremltools.TensorType(name) for name, _ in zip(names, program.graph_signature.user_outputs, strict=False)
-    ]
+    outputs = [*map(coremltools.TensorType, names[: len(program.graph_signature.user_outputs)])]
     model = coremltools.convert(program, outputs=outputs, compute_precision=precision, skip_model_load=True)
     model.user_defined_metadata[ONNX_METADATA_KEY] = job.metadata.text()
     with TemporaryDirectory(dir=path.parent) as folder:
