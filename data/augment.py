@@ -219,13 +219,11 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     cut = image[limits[1] : limits[3], limits[0] : limits[2]]
     if not cut.size:
         return
-    onto_canvas, into_window = np.diag([*ratio, 1.0]), np.eye(3)
-    onto_canvas[:2, 2] = [position[k] + limits[k] * ratio[k] for k in (0, 1)]
-    into_window[:2, 2] = -left, -top
+    to_canvas, to_window = np.diag([*ratio, 1.0]), np.eye(3)
+    to_canvas[:2, 2] = [position[k] + limits[k] * ratio[k] for k in (0, 1)]
+    to_window[:2, 2] = -left, -top
     target = result[top:bottom, left:right]
-    _warp_image(
-        cut, into_window @ matrix @ onto_canvas, target.shape[:2], dst=target, borderMode=cv2.BORDER_TRANSPARENT
-    )
+    _warp_image(cut, to_window @ matrix @ to_canvas, target.shape[:2], dst=target, borderMode=cv2.BORDER_TRANSPARENT)
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:

@@ -176,7 +176,6 @@ def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def collate(items: Sequence[Item]) -> Batch:
-    """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
     return Batch(stack_in_place(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
