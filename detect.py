@@ -281,10 +281,8 @@ class Output:
             files["images.json"] = json.dumps({"categories": classes, "images": images, "annotations": []}, indent=1)
         for name, text in files.items():
             self._write(None, write_text, self.folder / name, text)
-        return len(frames) + self.unlisted_frames, [
-            *chain(*(problems for _, problems in records)),
-            *dict.fromkeys(self.failed.values()),
-        ]
+        problems = [*chain.from_iterable(problems for _, problems in records), *dict.fromkeys(self.failed.values())]
+        return len(frames) + self.unlisted_frames, problems
 
     def close(self) -> None:
         """End the last video; the main process writes the tables of an unfinished run, and unlocks the folder."""

@@ -146,7 +146,6 @@ def prepare(
 
 
 def main() -> None:
-    """Export from the command line."""
     export(given_flags(ExportOptions, sys.argv[1:]))
 
 

@@ -275,7 +275,6 @@ def launch(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train from the command line."""
     launch(read_settings(sys.argv[1:] if argv is None else argv, recipe_of))
 
 

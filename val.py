@@ -29,7 +29,7 @@ from data.labels import label_name
 from models.ensemble import Inference, for_inference, join_windows, read_members
 from models.loading import log_rounding
 from models.tasks.contract import Criterion, Metrics, Model, Prediction, Task, Thresholds, check_contract, compute_terms
-from utils.batch import Batch, CocoImage, Split, Subset
+from utils.batch import Batch, CocoImage, Split
 from utils.config.flags import ValOptions, select
 from utils.config.parser import given_flags
 from utils.console import log
@@ -60,12 +60,11 @@ class Evaluator:
     inference: Inference
     metrics: Metrics
     loader: DataLoader[Any]
-    images: int  # of the whole split
+    split: Split
     batch_size: int  # images that the models run on at a time
     thresholds: Thresholds
     loss_names: Sequence[str]
-    columns: Sequence[str]  # names of the metrics, with those of each of the `sets`
-    sets: Sequence[Subset] = ()
+    columns: Sequence[str]  # names of the metrics, with those of each data set that the split lists
     timer: StageTimer = field(default_factory=StageTimer)
     batch_callbacks: list[Callable[[Batch, Sequence[Prediction]], object]] = field(default_factory=list)
 
@@ -80,8 +79,8 @@ class Evaluator:
         records, losses, numbers = list[Any](), list[Any](), list[int]()
         for model in models:
             model.eval()
-        bar = run.bar("validating", self.images)
-        processes = run.accelerator.num_processes
+        count, processes = len(self.split.images), run.accelerator.num_processes
+        bar = run.bar("validating", count)
         for whole in bar.iterate(self.loader, lambda batch: len({info.image for info in batch.infos}) * processes):
             run.keep_alive("validation batch")
             if stop_requested():
@@ -112,10 +111,10 @@ class Evaluator:
         run.keep_alive()
         run.stop_together(stop_requested())
         numbers, records = run.collectives.gather(numbers), run.collectives.gather(records)
-        is_whole = sorted(numbers) == [*range(self.images)]
-        check_contract(is_whole, data, f"gave {len(numbers)} images for {self.images}, or one twice")
+        is_whole = sorted(numbers) == [*range(count)]
+        check_contract(is_whole, data, f"gave {len(numbers)} images for {count}, or one twice")
         summary = self.metrics.summarise(records)
-        for name, indices, _ in self.sets:
+        for name, indices, _ in self.split.sets:
             chosen = [record for number, record in zip(numbers, records, strict=True) if number in indices]
             summary = summary.with_set(name, self.metrics.summarise(chosen))
         values = {**dict.fromkeys(self.columns), **summary.metrics, "fitness": summary.fitness}
@@ -153,12 +152,11 @@ def make_evaluator(
     """
     batches = run.collectives.shard(data.evaluation_batches(split, batch_size, square))
     drawn = frozenset(evenly_spaced(len(split.images), DRAWN_IMAGES if draws else 0))
-    limits, count = thresholds or Thresholds(), len(split.images)
+    limits = thresholds or Thresholds()
     inference = Inference(task, task.postprocess(model, limits), run.accelerator.device)
-    loader = data.evaluation_loader(split, batches)
+    loader, metrics = data.evaluation_loader(split, batches), task.metrics(drawn)
     losses, columns = task.loss_names_of(model), metric_columns(task.metric_names, split.sets)
-    metrics = task.metrics(drawn)
-    return Evaluator(run, criterion, inference, metrics, loader, count, batch_size, limits, losses, columns, split.sets)
+    return Evaluator(run, criterion, inference, metrics, loader, split, batch_size, limits, losses, columns)
 
 
 def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page, in the order of a validation
@@ -239,9 +237,12 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     sources = [weights.origin.files[-1] for weights in members.weights.values()]
     write_results(evaluate, summary, options, split, first.imgsz, sources)
     if options.save_json:
+        from utils import coco  # only here, because most validations do not need it
+
         annotations = options.annotations or source.spec.annotation_file(split_name, split.images)
-        stem = next(iter(members.files.values())).stem
-        write_coco(evaluate, coco_images, split, annotations, bool(options.annotations), stem)
+        file, stem = annotations and Path(annotations), next(iter(members.files.values())).stem
+        results, write = run.collectives.gather(coco_images), run.files.write_documents
+        run.on_main(lambda: coco.report(write, file, bool(options.annotations), results, names, split.images, stem))
     return evaluate
 
 
@@ -269,23 +270,6 @@ def write_results(
     inputs = {"weights": [*sources], "classes": names, split_name: broadcast_from_main(partial(split_inputs, split))}
     run.files.write_receipt(Receipt(inputs, environment(device, run.accelerator), results), vars(options))
     run.finish()
-
-
-def write_coco(
-    evaluate: Evaluator,
-    predictions: list[CocoImage],
-    split: Split,
-    annotations: str | Path | None,
-    named_by_user: bool,
-    stem: str,
-) -> None:
-    """Write the predictions of all processes as COCO's results, and print COCO's metrics: see `utils.coco.report`."""
-    from utils import coco  # only here, because most validations do not need it
-
-    run, names = evaluate.run, evaluate.inference.task.names
-    file, write = Path(annotations) if annotations else None, run.files.write_documents
-    images = run.collectives.gather(predictions)
-    run.on_main(lambda: coco.report(write, file, named_by_user, images, names, split.images, stem))
 
 
 def write_review(evaluate: Evaluator, reviews: list[ImageReview], split: Split, options: ValOptions) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from data.polygons import Polygons
-from utils.batch import PHOTOS, PixelFormat, Placement, channel_count
+from utils.batch import PHOTOS, PixelFormat, Placement
 from utils.config.hyperparameters import Augmentation
 
 PADDING_LEVEL = 114  # grey, 0 to 255, outside of every image
@@ -219,13 +219,11 @@ def _draw_warped(result: np.ndarray, tile: _MosaicTile, matrix: np.ndarray) -> N
     cut = image[limits[1] : limits[3], limits[0] : limits[2]]
     if not cut.size:
         return
-    onto_canvas, into_window = np.diag([*ratio, 1.0]), np.eye(3)
-    onto_canvas[:2, 2] = [position[k] + limits[k] * ratio[k] for k in (0, 1)]
-    into_window[:2, 2] = -left, -top
+    to_canvas, to_window = np.diag([*ratio, 1.0]), np.eye(3)
+    to_canvas[:2, 2] = [position[k] + limits[k] * ratio[k] for k in (0, 1)]
+    to_window[:2, 2] = -left, -top
     target = result[top:bottom, left:right]
-    _warp_image(
-        cut, into_window @ matrix @ onto_canvas, target.shape[:2], dst=target, borderMode=cv2.BORDER_TRANSPARENT
-    )
+    _warp_image(cut, to_window @ matrix @ to_canvas, target.shape[:2], dst=target, borderMode=cv2.BORDER_TRANSPARENT)
 
 
 def _warp_image(image: np.ndarray, matrix: np.ndarray, shape: tuple[int, int], **options: Any) -> np.ndarray:
@@ -366,7 +364,7 @@ def random_hsv(sample: Sample, settings: Augmentation, rng: np.random.Generator)
     turn, saturation, value = rng.uniform(-1, 1, 3) * (settings.hsv_h, settings.hsv_s, settings.hsv_v) + (0, 1, 1)
     cos, sin = math.cos(math.pi * turn), math.sin(math.pi * turn) / math.sqrt(3)
     around_greys = np.array([[cos, sin, -sin], [-sin, cos, sin], [sin, -sin, cos]]) + (1 - cos) / 3
-    if channel_count(sample.image) != 3:  # without colours
+    if sample.image.shape[2:] != (3,):  # without colours
         flat = sample.image.reshape(len(sample.image), -1)
         return sample._replace(image=cv2.multiply(flat, value).reshape(sample.image.shape))
     image = cv2.transform(sample.image, around_greys)

@@ -146,7 +146,6 @@ def to_array(pixels: Tensor) -> np.ndarray:
 
 
 def collate(items: Sequence[Item]) -> Batch:
-    """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     return Batch(stack_in_place(images), torch.stack(targets), infos)
 

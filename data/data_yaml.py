@@ -18,7 +18,7 @@ from data.images import NPY_SUFFIX, images_below, read_image_list, read_pixels
 from data.labels import RowRules, label_name
 from data.tiles import Tiles
 from utils import user_code
-from utils.batch import MAX_CHANNELS, PHOTOS, PathArray, PixelFormat, channel_count, path_texts
+from utils.batch import MAX_CHANNELS, PHOTOS, PathArray, PixelFormat, path_texts
 from utils.config.flags import SHARE, Range, is_number
 from utils.config.hyperparameters import suggested_defaults
 from utils.console import log
@@ -103,7 +103,7 @@ class DataSpec:
         """Return the image files of a split as `images` does, and messages about omitted lines and files."""
         if split in self.sets:
             paths, problems, annotated = zip(*(part.listing(split) for part in self.sets[split]), strict=True)
-            return Listing(PathArray(chain(*map(path_texts, paths))), [*chain(*problems)], (*chain(*annotated),))
+            return Listing(PathArray.concatenate(paths), [*chain(*problems)], (*chain(*annotated),))
         if split == "test" or not self.holds_out:
             return self._whole_listing(split)
         if "listing" not in self.walked:
@@ -284,7 +284,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     )
     if spec.pixels.folders:
         first = spec.images(min(named_entries, key=SPLITS.index))[0]
-        spec = replace(spec, pixels=replace(spec.pixels, channels=channel_count(read_pixels(first, spec.pixels))))
+        spec = replace(spec, pixels=replace(spec.pixels, channels=read_pixels(first, spec.pixels).shape[2]))
     sets = {split: _read_sets(spec, split, listed) for split, listed in listed_sets.items()}
     warnings = chain(spec.warnings, *(part.warnings for part in chain(*sets.values())))
     return replace(spec, sets=sets, warnings=tuple(dict.fromkeys(warnings)))

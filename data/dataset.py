@@ -76,7 +76,6 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
 
 @explained()
 def collate_batch(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any]) -> Batch:
-    """Return the batch of some items."""
     return collate(items)
 
 
@@ -253,7 +252,6 @@ class DataSource:
         return self.dataset_class.class_names(self.spec, single_cls)
 
     def files(self) -> Mapping[str, Sequence[Path]]:
-        """Return all files that training reads, by kind."""
         return self.dataset_class.files(self.spec)
 
     def open(self, imgsz: int, stride: int, options: DataOptions) -> DataSet[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -35,19 +35,7 @@ from data.images import read_pixels, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
 from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
 from data.tiles import Windows, cut, in_file, training_windows
-from utils.batch import (
-    PHOTOS,
-    Batch,
-    BoxSplit,
-    ImageInfo,
-    Instances,
-    PathArray,
-    PixelFormat,
-    Placement,
-    Subset,
-    channel_count,
-    path_texts,
-)
+from utils.batch import PHOTOS, Batch, BoxSplit, ImageInfo, Instances, PathArray, PixelFormat, Placement, Subset
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
 from utils.errors import UserError, plural
@@ -188,7 +176,6 @@ def to_tensors(sample: Sample, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def collate(items: Sequence[Item]) -> Batch:
-    """Join items of one shape."""
     images, targets, infos = zip(*items, strict=True)
     numbers = torch.cat([torch.full((len(rows), 1), float(k)) for k, rows in enumerate(targets)])
     return Batch(stack_in_place(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
@@ -296,7 +283,7 @@ class DetectionData(DataSet[DetectionSplit]):
             raise UserError(f"{self.spec.file}: {fault}; leave them out, or the shares of the data sets")
         parts = [replace(self, spec=replace(spec, pixels=pixels))._read(name, rules) for spec in specs or [self.spec]]
         labels = Labels.concatenate([part.labels for part in parts])
-        images = parts[0].images if len(parts) == 1 else PathArray(chain(*(path_texts(part.images) for part in parts)))
+        images = PathArray.concatenate(part.images for part in parts)
         problems = tuple(problem for part in parts for problem in part.problems)
         if name == "train" and not len(labels.rows):
             raise UserError(problems[0])
@@ -365,7 +352,7 @@ class DetectionData(DataSet[DetectionSplit]):
         else:
             fitted, placement = letterbox(unlabelled, shape, enlarge=True)
         info = ImageInfo(0, name, (width, height), placement, np.zeros((0, 5), np.float32))
-        return *to_tensors(fitted, empty_pixels(channel_count(image), *shape, dtype=image.dtype)), info
+        return *to_tensors(fitted, empty_pixels(np.atleast_3d(image).shape[2], *shape, dtype=image.dtype)), info
 
     collate = staticmethod(collate)
 

@@ -513,12 +513,9 @@ def is_visdrone(location: Path) -> bool:
 def _visdrone_images(location: Path, names: Sequence[str]) -> AnnotatedImages:
     folder = location.parent / "annotations"
     files = {path: str(folder / f"{stem}.txt") for stem, path in _images_by_stem([location]).items()}
-    described = {path: file for path, file in files.items() if os.path.isfile(file)}
-    missing = [path for path in files if path not in described]
-    problems = _missing_images(location, missing, described, [folder])
-    return AnnotatedImages(
-        location, [*map(Path, described.values())], tuple(names), described, _read_visdrone, problems
-    )
+    matched = {path: file for path, file in files.items() if os.path.isfile(file)}
+    problems = _missing_images(location, [path for path in files if path not in matched], matched, [folder])
+    return AnnotatedImages(location, [*map(Path, matched.values())], tuple(names), matched, _read_visdrone, problems)
 
 
 # Folders and files as --data
@@ -738,7 +735,7 @@ def _other_folders(folder: Path) -> dict[str, Any] | None:
 
 
 def _has_classes(folder: Path, min_count: int = 1) -> bool:
-    """Return whether a folder has at least `least` folders with images, apart from folders of splits, YOLO or VOC."""
+    """Return whether at least `min_count` folders in a folder have images, apart from those of splits, YOLO or VOC."""
     folders, splits = subfolders(folder), {name for names in SPLIT_FOLDERS.values() for name in names}
     names = {path.name for path in folders}
     if names & {"images", "labels", "JPEGImages"} or names <= splits:

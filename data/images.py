@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
-from utils.batch import PHOTOS, PixelFormat, channel_count
+from utils.batch import PHOTOS, PixelFormat
 from utils.console import log
 from utils.errors import UserError, plural
 from utils.files import SETTINGS_FILE, read_regular, read_text
@@ -148,7 +148,7 @@ def to_format(image: np.ndarray, form: PixelFormat, name: object = "the array") 
         raise UserError(f"{name} has {image.dtype} {image.shape}; an image has numbers (height, width, channels)")
     image = image[..., 0] if image.shape[2:] == (1,) else image
     image = np.dstack([image] * 3) if form.channels == 3 and image.ndim == 2 else image
-    if form.channels not in (0, count := channel_count(image)):
+    if form.channels not in (0, count := np.atleast_3d(image).shape[2]):
         raise UserError(f"{name} has {PixelFormat(count)}, not {form.channels}; convert it, or correct `channels`")
     if image.dtype == np.uint8:
         image = np.multiply(image, 257, dtype=np.uint16)
@@ -285,7 +285,7 @@ def resize(image: np.ndarray, shape: tuple[int, int], smooth: bool) -> np.ndarra
     if shape == (width, height):
         return image
     interpolation = cv2.INTER_AREA if smooth and max(shape) < max(height, width) else cv2.INTER_LINEAR
-    if channel_count(image) > 4:  # OpenCV averages the areas of 4 channels at most
+    if image.shape[2:] > (4,):  # OpenCV averages the areas of 4 channels at most
         return np.dstack([cv2.resize(plane, shape, interpolation=interpolation) for plane in cv2.split(image)])
     return cv2.resize(image, shape, interpolation=interpolation)
 

@@ -128,7 +128,6 @@ class GlobalBatches:
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def skip(self, batches: int) -> None:

@@ -94,7 +94,6 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
 
 
 def main() -> None:
-    """Split the data set that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m data.split")
     parser.add_argument("data", help="a data YAML or a folder with one, as for train.py --data")
     how = parser.add_mutually_exclusive_group()

@@ -174,6 +174,10 @@ def read_exported(path: Path) -> Exported:
 # One reader per format: each returns the metadata's text ('' if there is none) and the runner.
 
 
+def _numpy_runner(run: Callable[[Any], Iterable[Any]]) -> Runner:
+    return lambda images: [torch.from_numpy(output) for output in run(images.cpu().numpy())]
+
+
 def _read_torchscript(path: Path) -> tuple[str, Runner]:
     import torchvision.ops  # noqa: F401  # registers torchvision's operators, such as suppression
 
@@ -202,11 +206,8 @@ def _read_onnx(path: Path) -> tuple[str, Runner]:
     providers = [name for name in ("CUDAExecutionProvider", "CPUExecutionProvider") if name in available]
     session = onnxruntime.InferenceSession(read_regular(path), settings, providers=providers)
     (source,) = session.get_inputs()
-
-    def run(images: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(output) for output in session.run(None, {source.name: images.cpu().numpy()})]
-
-    return session.get_modelmeta().custom_metadata_map.get(ONNX_METADATA_KEY, ""), run
+    text = session.get_modelmeta().custom_metadata_map.get(ONNX_METADATA_KEY, "")
+    return text, _numpy_runner(lambda images: session.run(None, {source.name: images}))
 
 
 def _read_openvino(path: Path) -> tuple[str, Runner]:
@@ -215,10 +216,7 @@ def _read_openvino(path: Path) -> tuple[str, Runner]:
     (file,) = path.glob("*.xml")
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(torch.get_num_threads())}
     model = openvino.Core().compile_model(str(file), "CPU", settings)
-
-    def run(images: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(output.copy()) for output in model(images.cpu().numpy()).values()]
-
+    run = _numpy_runner(lambda images: (output.copy() for output in model(images).values()))
     return (path / FOLDER_FILE).read_text(encoding="utf-8"), run
 
 
@@ -232,13 +230,12 @@ def _read_ncnn(path: Path) -> tuple[str, Runner]:
     if network.load_param(str(path / "model.ncnn.param")) or network.load_model(str(path / "model.ncnn.bin")):
         raise ValueError("incomplete")
 
-    def run(images: Tensor) -> list[Tensor]:
+    def run(images: Any) -> list[Any]:
         with network.create_extractor() as extractor:
-            extractor.input("in0", ncnn.Mat(images[0].cpu().numpy()).clone())
-            outputs = [np.array(extractor.extract(name)[1]) for name in sorted(network.output_names())]
-        return [torch.from_numpy(output)[None] for output in outputs]
+            extractor.input("in0", ncnn.Mat(images[0]).clone())
+            return [np.array(extractor.extract(name)[1])[None] for name in sorted(network.output_names())]
 
-    return (path / FOLDER_FILE).read_text(encoding="utf-8"), run
+    return (path / FOLDER_FILE).read_text(encoding="utf-8"), _numpy_runner(run)
 
 
 def _read_tflite(path: Path) -> tuple[str, Runner]:
@@ -249,11 +246,7 @@ def _read_tflite(path: Path) -> tuple[str, Runner]:
     interpreter = Interpreter(model_content=content, num_threads=torch.get_num_threads())
     signature = interpreter.get_signature_runner()
     (source,) = signature.get_input_details()
-
-    def run(images: Tensor) -> list[Tensor]:
-        return [torch.from_numpy(output) for _, output in sorted(signature(**{source: images.cpu().numpy()}).items())]
-
-    return text, run
+    return text, _numpy_runner(lambda images: (output for _, output in sorted(signature(**{source: images}).items())))
 
 
 _FUNCTIONS = (_read_onnx, _read_torchscript, _read_openvino, _read_ncnn, _read_tflite)
@@ -362,10 +355,9 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
     except UserError:
         raise
     except ImportError as error:
-        advice = "pip install " + "--no-deps -r requirements-mobile.txt, and " * (name == "tflite")
-        raise UserError(
-            f"--include {name} needs {error.name}, which is not installed; {advice}-r requirements-export.txt"
-        ) from None
+        fault = f"--include {name} needs {error.name}, which is not installed"
+        mobile = "--no-deps -r requirements-mobile.txt, and " * (name == "tflite")
+        raise UserError(f"{fault}; pip install {mobile}-r requirements-export.txt") from None
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; check the folder and the disk") from None
     except Exception as error:  # each exporter raises its own classes
@@ -514,9 +506,7 @@ def _write_coreml(job: ExportJob, path: Path) -> None:
     precision = coremltools.precision.FLOAT32
     program = job.program().run_decompositions({})
     names = SUPPRESSED_NAMES if job.metadata.suppression else OUTPUT_NAMES
-    outputs = [
-        coremltools.TensorType(name) for name, _ in zip(names, program.graph_signature.user_outputs, strict=False)
-    ]
+    outputs = [*map(coremltools.TensorType, names[: len(program.graph_signature.user_outputs)])]
     model = coremltools.convert(program, outputs=outputs, compute_precision=precision, skip_model_load=True)
     model.user_defined_metadata[ONNX_METADATA_KEY] = job.metadata.text()
     with TemporaryDirectory(dir=path.parent) as folder:

@@ -170,9 +170,7 @@ def freeze(model: nn.Module, words: Sequence[int | str]) -> None:
 # Transfer
 
 
-def transfer(
-    model: nn.Module, state: Mapping[str, Tensor], exclude: tuple[str, ...] = ()
-) -> tuple[int, int, list[str]]:
+def transfer(model: nn.Module, state: Mapping[str, Tensor], exclude: Sequence[str] = ()) -> tuple[int, int, list[str]]:
     """Load the tensors whose names and shapes fit the model, except for names that contain a part in `exclude`.
 
     Returns the number of loaded tensors, of the model's tensors, and the names of those that have another shape.

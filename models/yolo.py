@@ -70,11 +70,7 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
 # Positions, in a row's arguments, of numbers of channels besides c2.
 CHANNEL_ARGUMENTS = {"ELAN": (1, 2), "RepNCSPELAN": (1, 2), "SPPELAN": (1,), "CBLinear": (0,), "Segment": (3,)}
 # The layers of torch.nn that get the input channels, and their first parameters.
-TORCH_PARAMETERS: dict[Any, list[str]] = {
-    nn.BatchNorm2d: ["c1"],
-    nn.Conv2d: ["c1", "c2"],
-    nn.ConvTranspose2d: ["c1", "c2"],
-}
+TORCH_PARAMETERS: Any = {nn.BatchNorm2d: ["c1"], nn.Conv2d: ["c1", "c2"], nn.ConvTranspose2d: ["c1", "c2"]}
 
 
 def layer_named(name: Any) -> Callable[..., nn.Module]:

@@ -83,10 +83,6 @@ class PixelFormat:
 PHOTOS = PixelFormat()
 
 
-def channel_count(image: np.ndarray) -> int:
-    return int(np.prod(image.shape[2:]))
-
-
 class Placement(NamedTuple):
     """The map from a file's pixels to the batch's: batch = file x scale + offset, by (x, y)."""
 
@@ -191,6 +187,10 @@ class PathArray(Sequence[Path]):
 
     def __init__(self, paths: Iterable[str | Path] | np.ndarray) -> None:
         self.names = paths if isinstance(paths, np.ndarray) else np.array(list(map(os.fsencode, paths)), bytes)
+
+    @staticmethod
+    def concatenate(parts: Iterable[PathArray]) -> PathArray:
+        return PathArray(np.concatenate([part.names for part in parts]))
 
     def __len__(self) -> int:
         return len(self.names)

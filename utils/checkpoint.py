@@ -181,7 +181,6 @@ class Progress:
         return 0 < patience <= self.validated - self.best_epoch
 
     def next_epoch(self) -> None:
-        """Start the next epoch."""
         self.epoch, self.batch, self.taken = self.epoch + 1, 0, 0
 
     @classmethod

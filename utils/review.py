@@ -18,7 +18,7 @@ WRONG_CLASS, POOR_BOX, DUPLICATE = "wrong class", "poor box", "duplicate"
 COLUMNS = ("image", "kind", "class", "predicted class", "confidence", "overlap", "box", "rank")
 MAX_CONF_THRES = 0.01  # highest --conf-thres at which it means something that no prediction is near
 PICTURE_PIXELS = 640  # longer side of a picture, without its caption
-DRAWN_CONFIDENCE = 0.25  # least confidence of the predictions in a picture
+MIN_CONFIDENCE = 0.25  # least confidence of the predictions in a picture
 GREEN, BLUE, RED, MARK_PIXELS = 2, 1, 0, 4  # colours of `draw_boxes`, and thickness of the contradicting box
 
 

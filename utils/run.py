@@ -85,7 +85,8 @@ class RunFolder:
     def write_documents(self, documents: Mapping[str, str]) -> None:
         """Write text files by name, and wait until they are written."""
         # The names of a data set's files, which may be any bytes, stand in them.
-        self._write({self.path / name: text.encode(errors="surrogateescape") for name, text in documents.items()})
+        files = {self.path / name: text.encode(errors="surrogateescape") for name, text in documents.items()}
+        self._start({path: partial(write_bytes, path, content) for path, content in files.items()})
         self.wait_for_writing()
 
     def append_row(self, row: Mapping[str, float | int | None]) -> None:
@@ -175,9 +176,6 @@ class RunFolder:
 
     def _write_rows(self) -> None:
         self.write_documents({"results.csv": "".join(f"{line}\n" for line in self._lines)})
-
-    def _write(self, files: Mapping[Path, memoryview | bytes], then: Job = lambda: None) -> None:
-        self._start({path: partial(write_bytes, path, data) for path, data in files.items()}, then)
 
     def _start(self, jobs: Jobs, then: Job = lambda: None) -> None:
         """Start `jobs` once the previous ones have ended. Jobs write copies, because training changes the tensors."""

@@ -133,7 +133,6 @@ class StageTimer:
     seconds: dict[str, float] = field(default_factory=dict)  # by stage
 
     def start_batch(self, images: int) -> None:
-        """Start a batch."""
         if self.batches == 1:
             self.images, self.seconds = 0, {}
         self.batches += 1

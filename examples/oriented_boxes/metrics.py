@@ -14,8 +14,8 @@ from models.tasks.metrics import (
     DetectionMetrics,
     DrawnImage,
     ImageRecord,
+    as_columns,
     drawn_image,
-    joined_records,
     matched_by,
     paired_by,
 )
@@ -40,7 +40,7 @@ class OrientedMetrics(DetectionMetrics):
         every = torch.cat([one.rows[:, :5] for one in oriented])
         every_true = torch.cat([*map(labelled_boxes, oriented)])
         hull, true_hull = (torch.cat((p.amin(1), p.amax(1)), 1).numpy() for p in map(corners, (every, every_true)))
-        detection, label = meeting_pairs(hull, true_hull, *joined_records(records)[1:])
+        detection, label = meeting_pairs(hull, true_hull, *as_columns(records)[1:])
         overlap = rotated_iou(every[torch.from_numpy(detection)], every_true[torch.from_numpy(label)]).numpy()
         pairs = Pairs(detection, label, overlap)
         return paired_by(pairs, matched_by(pairs, records))

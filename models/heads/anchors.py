@@ -101,7 +101,7 @@ def map_sizes(outputs: Sequence[Tensor | Level]) -> MapSizes:
 # The loss
 
 
-def scaled_gains(hyp: AnchorKeys, head: Detect, imgsz: int) -> AnchorKeys:
+def scale_gains(hyp: AnchorKeys, head: Detect, imgsz: int) -> AnchorKeys:
     """Return hyperparameters with gains scaled to a model; a file's are for 3 levels, 80 classes and 640 px."""
     share = 3 / head.nl
     obj, cls = hyp.obj * share * (imgsz / 640) ** 2, hyp.cls * share * head.nc / 80
@@ -366,7 +366,7 @@ class Detect(DetectionHead):
         self, hyp: AnchorKeys, label_smoothing: float, imgsz: int, class_weights: Sequence[float] = ()
     ) -> Criterion:
         """Return YOLOv5's loss, with gains scaled to the head and the image size."""
-        return DetectionCriterion(scaled_gains(hyp, self, imgsz), self, label_smoothing, class_weights)
+        return DetectionCriterion(scale_gains(hyp, self, imgsz), self, label_smoothing, class_weights)
 
     def candidates(self, view: HeadView, conf_thres: float) -> Iterator[Candidates]:
         """Iterate over the boxes of groups of images whose objectness exceeds the threshold; only these are decoded."""

@@ -26,7 +26,6 @@ class TaskEntry:
     yolov5_class: str = ""  # class of the network that YOLOv5 pickles into its files
 
     def load(self) -> type[Task]:
-        """Import the task's class."""
         return class_named(self.task)
 
 

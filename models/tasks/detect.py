@@ -391,11 +391,7 @@ class DetectionTask(BoxTask):
     official_weights = r"yolov5[nsmlx]6?\.pt|v9-[tsmc]\.pt"
     features = BoxTask.features | {"suppression"}
     heads: ClassVar[tuple[type[DetectionHead], ...]] = (Detect, DetectDFL)  # of its models; the usual one first
-    # Modules of exported files, without and with suppression.
-    export_modules: ClassVar[tuple[type[DecodedDetector], type[SuppressedDetector]]] = (
-        DecodedDetector,
-        SuppressedDetector,
-    )
+    export_modules = (DecodedDetector, SuppressedDetector)  # of exported files, without and with suppression
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)

@@ -85,7 +85,7 @@ def matched_by(pairs: Pairs, records: Sequence[ImageRecord]) -> list[ImageRecord
 
     `pairs` have detections and labels that are numbered over the whole batch; those of different classes do not count.
     """
-    joined, *_ = joined_records(records)
+    joined, *_ = as_columns(records)
     same_class = joined.label[pairs.detection] == joined.true_label[pairs.label]
     matches = match_by_overlap(pairs.only(same_class), len(joined.label))
     ends = np.cumsum([len(record.label) for record in records])[:-1]
@@ -98,7 +98,7 @@ def matched_by(pairs: Pairs, records: Sequence[ImageRecord]) -> list[ImageRecord
 
 def paired_by(pairs: Pairs, records: Sequence[ImageRecord]) -> list[ImageRecord]:
     """Return the records of a batch with the pairs of the confusion matrix, regardless of class; see `matched_by`."""
-    joined, _, true_image = joined_records(records)
+    joined, _, true_image = as_columns(records)
     confident = joined.confidence > CONFIDENT_THRESHOLD
     detection, label = pair_by_overlap(pairs.only(confident[pairs.detection]), true_image)
     classes = np.stack((joined.true_label[label], joined.label[detection]), 1).astype(np.int32)
@@ -141,11 +141,11 @@ def image_records(
             record = record._replace(drawn=drawn_image(info.path, info.size, labels, rows.astype(np.float32)))
         records.append(record)
         true_boxes.append(corners)
-    pairs = box_pairs(np.concatenate(detections)[:, :4], np.concatenate(true_boxes), *joined_records(records)[1:])
+    pairs = box_pairs(np.concatenate(detections)[:, :4], np.concatenate(true_boxes), *as_columns(records)[1:])
     return paired_by(pairs, matched_by(pairs, records))
 
 
-def joined_records(records: Sequence[ImageRecord]) -> tuple[ImageRecord, np.ndarray, np.ndarray]:
+def as_columns(records: Sequence[ImageRecord]) -> tuple[ImageRecord, np.ndarray, np.ndarray]:
     """Return the columns of all records as one record, and the number of each detection's and each label's record."""
     columns = list(zip(EMPTY_RECORD, *records, strict=True))[1:-1]
     numbers = np.arange(len(records))
@@ -195,7 +195,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 
     A label without a detection counts as predicted background, a detection without a label as true background.
     """
-    joined, _, _ = joined_records(records)
+    joined, _, _ = as_columns(records)
     predicted = joined.label[joined.confidence > CONFIDENT_THRESHOLD]
     matrix = np.zeros((classes + 1, classes + 1), np.int64)
     np.add.at(matrix, tuple(joined.paired.T), 1)
@@ -207,7 +207,7 @@ def confusion_matrix(records: Sequence[ImageRecord], classes: int) -> np.ndarray
 def score_classes(records: Sequence[ImageRecord]) -> ClassScores:
     """Return the scores of each class over all images, whose records may be in any order."""
     ordered = sorted(records, key=lambda record: record.image)  # so that sums do not depend on the processes
-    joined, _, _ = joined_records(ordered)
+    joined, _, _ = as_columns(ordered)
     classes, instances = np.unique(joined.true_label, return_counts=True)
     present = np.concatenate([classes[:0], *(np.unique(record.true_label) for record in ordered)])
     images = np.bincount(np.searchsorted(classes, present), minlength=len(classes))

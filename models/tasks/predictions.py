@@ -18,16 +18,7 @@ from models.tasks.contract import Image, Prediction, Thresholds
 from utils.batch import CocoImage, ImageInfo
 from utils.errors import UserError, plural
 from utils.plots.drawing import Style, draw_boxes
-from utils.review import (
-    DRAWN_CONFIDENCE,
-    DUPLICATE,
-    MISSING,
-    POOR_BOX,
-    SPURIOUS,
-    WRONG_CLASS,
-    Contradiction,
-    ImageReview,
-)
+from utils.review import DUPLICATE, MIN_CONFIDENCE, MISSING, POOR_BOX, SPURIOUS, WRONG_CLASS, Contradiction, ImageReview
 from utils.user_code import class_named
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)  # COCO's thresholds
@@ -316,14 +307,11 @@ class DetectionPrediction(Prediction):
 
     def unlabelled(self) -> Tensor:
         """Return the rows of the detections that match no label, int64 (u,); see `with_labels`."""
-        (boxes, classes), (true_boxes, true_classes) = (
-            (rows[:, :4].numpy(), rows[:, 5].numpy()) for rows in (self.rows, self.label_boxes())
-        )
-        pairs = box_pairs(boxes, true_boxes, np.zeros(len(boxes), int), np.zeros(len(true_boxes), int))
-        same_class = classes[pairs.detection] == true_classes[pairs.label]
-        overlap, _ = match_by_overlap(pairs.only(same_class), len(boxes))
-        (rows,) = np.nonzero(overlap <= self.iou_thres)
-        return torch.from_numpy(rows)
+        rows, labels = self.rows.numpy(), self.label_boxes().numpy()
+        pairs = box_pairs(rows[:, :4], labels[:, :4], np.zeros(len(rows), int), np.zeros(len(labels), int))
+        same_class = rows[pairs.detection, 5] == labels[pairs.label, 5]
+        overlap, _ = match_by_overlap(pairs.only(same_class), len(rows))
+        return torch.from_numpy(np.flatnonzero(overlap <= self.iou_thres))
 
     def joined(self, others: Sequence[Any], infos: Sequence[ImageInfo], thresholds: Thresholds) -> DetectionPrediction:
         """Return the detections of an image from those of its windows, which suppress each other in its pixels, after
@@ -358,5 +346,5 @@ class DetectionPrediction(Prediction):
     def review(self, info: Any) -> ImageReview:
         """Return the contradictions between the labels' boxes and the detections."""
         labels, rows = self.label_boxes().numpy(), self.rows.numpy()
-        drawn = rows[rows[:, 4] >= DRAWN_CONFIDENCE]
+        drawn = rows[rows[:, 4] >= MIN_CONFIDENCE]
         return ImageReview(self.image, self.path, *contradictions(rows, labels), self.size, labels, drawn)

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from models.heads.anchors import (
-    DetectionCriterion,
-    Level,
-    MapSizes,
-    Segment,
-    map_sizes,
-    match,
-    near_cells,
-    scaled_gains,
-)
+from models.heads.anchors import DetectionCriterion, Level, MapSizes, Segment, map_sizes, match, near_cells, scale_gains
 from models.heads.contract import EPSILON, BoxView, DecodedView, HeadView, UnavailableCriterion, require_head
 from models.tasks.contract import Criterion, Image, LossTerms, Model, Thresholds, View, device_constant, upcast_half
 from models.tasks.detect import (
@@ -396,7 +387,7 @@ class SegmentationTask(DetectionTask):
     def criterion(self, model: Model) -> Criterion:
         if not isinstance(head := model.head, Segment):
             return UnavailableCriterion(len(Segment.loss_names))
-        hyp = scaled_gains(self.hyp, head, model.imgsz)
+        hyp = scale_gains(self.hyp, head, model.imgsz)
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> SegmentationPostprocess:

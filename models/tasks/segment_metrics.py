@@ -18,14 +18,7 @@ from torch import Tensor
 
 from models.heads.contract import EPSILON
 from models.tasks.contract import Image, Prediction
-from models.tasks.metrics import (
-    DETECTION_METRICS,
-    DetectionMetrics,
-    ImageRecord,
-    image_records,
-    joined_records,
-    matched_by,
-)
+from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics, ImageRecord, as_columns, image_records, matched_by
 from models.tasks.predictions import DetectionPrediction, Pairs, meeting_pairs
 from utils.batch import MASK_STRIDE, Batch, CocoImage, Placement, SegmentationBatch
 from utils.errors import UserError
@@ -281,7 +274,7 @@ def mask_pairs(
     The masks are compared at the maps' size, a detection's within its box. Only those are computed whose box meets the
     window of such a label.
     """
-    joined, image, true_image = joined_records(records)
+    joined, image, true_image = as_columns(records)
     sources = [prediction.source for prediction in predictions]
     boxes, windows = torch.cat([source.map_boxes for source in sources]).cpu().numpy(), batch.windows.astype(np.int64)
     detection, label = meeting_pairs(boxes, windows, image, true_image)

@@ -174,8 +174,8 @@ AUTO = "auto"  # --resume auto: the newest run of --name, else a new run; --hyp 
 PRECISIONS, CACHES = ("no", "fp16", "bf16"), ("ram", "disk", "val")
 RECIPE_OPTIMIZERS = ("SGD", "Adam", "AdamW")  # for which the recipes' learning rates are meant
 # Others that work alike on any part of a parameter, as ZeRO needs it
-ELEMENTWISE_OPTIMIZERS = (*RECIPE_OPTIMIZERS, "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
-OPTIMIZERS = (*ELEMENTWISE_OPTIMIZERS, "Adafactor", "Adagrad", "ASGD", "Rprop", IMPORT_PATH)
+SHARDABLE_OPTIMIZERS = (*RECIPE_OPTIMIZERS, "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")
+OPTIMIZERS = (*SHARDABLE_OPTIMIZERS, "Adafactor", "Adagrad", "ASGD", "Rprop", IMPORT_PATH)
 # Of --log-with: all that Accelerate knows, named like the packages to install.
 TRACKERS = ("wandb", "tensorboard", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 LOG_WITH = ("none", "all", *TRACKERS, PYTHON_FILE)
@@ -470,9 +470,7 @@ class ExportOptions:
     )
     dynamic: bool = flag(False, "dynamic batch and image size (ONNX, OpenVINO)", "format")
     half: bool = flag(False, "half precision, on CUDA only", "format")
-    int8: bool = flag(
-        False, "8-bit integers (ONNX, OpenVINO, TFLite), calibrated on --data's training images", "format"
-    )
+    int8: bool = flag(False, "8-bit integers (ONNX, OpenVINO, TFLite), calibrated on --data's training split", "format")
     opset: int = flag(18, "ONNX operator set", "format", OPSETS)
     nms: bool = flag(False, "include NMS: the file outputs detections", "NMS", needs="suppression")
     agnostic_nms: bool = flag(False, "with --nms: class-agnostic", "NMS", needs="suppression")

@@ -12,15 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from utils.config.flags import (
-    AUTO,
-    BUILT_IN_JOB,
-    ELEMENTWISE_OPTIMIZERS,
-    TrainOptions,
-    as_flag,
-    flags_of,
-    profile_window,
-)
+from utils.config.flags import AUTO, BUILT_IN_JOB, SHARDABLE_OPTIMIZERS, TrainOptions, as_flag, flags_of, profile_window
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, defaults_of_hyp, from_mapping, read_hyperparameters
 from utils.config.parser import given_flags
 from utils.config.resume import RecipeOf, continued_run
@@ -138,9 +130,9 @@ def refuse_flags(
              f"--profile {window}: give the first and the last optimizer step, counted from 1, such as 10:15"),
             (options.hashes and is_requested(),
              "--hashes cannot see DeepSpeed's gradients; leave it out, or use another launch file"),
-            (options.optimizer not in ELEMENTWISE_OPTIMIZERS and is_requested(),
+            (options.optimizer not in SHARDABLE_OPTIMIZERS and is_requested(),
              f"--optimizer {options.optimizer} may need whole parameters, and DeepSpeed gives it parts; use one of "
-             f"{', '.join(ELEMENTWISE_OPTIMIZERS)}, or another launch file"),
+             f"{', '.join(SHARDABLE_OPTIMIZERS)}, or another launch file"),
             (options.no_deterministic and logical,
              "--no-deterministic cannot be used with --logical-processes, which promises equal bytes"),
             (options.rect and options.image_weights,

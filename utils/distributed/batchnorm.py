@@ -194,15 +194,12 @@ class _Normalise(torch.autograd.Function):
             return *gradients, None, None, None, None, None
         gains = torch.ones_like(mean) if weight is None else weight
         statistics, mask = (mean, variance, None, None), [False, True, True]
-        _, grad_weight, grad_bias = backward(
-            grad, input, gains, *statistics, train=False, eps=ctx.eps, output_mask=mask
-        )
-        sums = ctx.total(torch.cat((grad_weight, grad_bias)).double())
+        _, *grad_parameters = backward(grad, input, gains, *statistics, train=False, eps=ctx.eps, output_mask=mask)
+        sums = ctx.total(torch.cat(grad_parameters).double())
         slope, shift = (part.to(mean) for part in (sums / ctx.count).chunk(2))  # mean(g x) and mean(g)
         scale = (variance + ctx.eps).rsqrt() * gains
         slope, shift = -scale * slope, -scale * shift
         # -scale (x slope + shift), with the normalised input x, is a normalisation too; addcmul_ adds scale g.
         grad_input = nn.functional.batch_norm(input, mean, variance, slope, shift, False, 0.0, ctx.eps)
         grad_input.addcmul_(grad, scale.view(-1, *[1] * (input.dim() - 2)).to(input.dtype))
-        parameters = (None, None) if weight is None else (grad_weight, grad_bias)
-        return grad_input, *parameters, None, None, None, None, None
+        return grad_input, *([None, None] if weight is None else grad_parameters), None, None, None, None, None

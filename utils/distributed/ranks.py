@@ -136,7 +136,6 @@ class RunStore:
         self._store, self._ranks = store, ranks()
 
     def write(self, name: str, value: Any) -> None:
-        """Write this process's value."""
         self._store.set(restart_key(f"{name}/{self._ranks.rank}"), json.dumps(value))
 
     def values(self, name: str) -> dict[int, Any]:

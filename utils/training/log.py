@@ -201,9 +201,8 @@ def peak_flops(device: torch.device, precision: str) -> float:
         return 1e12 * known[0 if precision != "no" else 1 if torch.backends.cudnn.allow_tf32 else 2]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     side, on_cpu, seconds = PEAK_SIDE.get(device.type, 1024), device.type == "cpu", math.inf
-    matrices = [
-        torch.ones(shape, dtype=dtype, device=device) for shape in ((1, side, 32, side // 32), (side, side, 1, 1))
-    ]
+    shapes = (1, side, 32, side // 32), (side, side, 1, 1)
+    matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
     columns, weight = (matrix.to(memory_format=layout(device)) for matrix in matrices)
     for _ in range(PEAK_TRIES):
         started_at = time.perf_counter()

@@ -168,7 +168,6 @@ class OptimizerSteps:
         return dict(zip(self.log.terms, means.tolist(), strict=True))
 
     def next_epoch(self) -> None:
-        """Start the next epoch."""
         self.progress.next_epoch()
         self.state.loss_sums.zero_()
         self.guard.snapshot()
