@@ -46,7 +46,15 @@ from utils.distributed.failure import run_main
 from utils.distributed.launch import connect, spawn
 from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, plural, public
-from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_text
+from utils.files import (
+    LOCK_FILE,
+    SETTINGS_FILE,
+    csv_text,
+    lock_folder,
+    numbered_folder,
+    unique_stems,
+    write_text,
+)
 from utils.plots.drawing import Style, display_pixels, write_picture
 from utils.python_api import call
 from utils.summary import RESULT, StageTimer, log_times
@@ -163,6 +171,8 @@ class Output:
             write_text(start, public(yaml.safe_dump({**flags, "items": digest}), sys.maxsize))
         elif digest not in start.read_text():
             raise UserError(f"--source does not have the files with which {folder} was started; start a new run")
+        for part in folder.rglob(".*-????????.part"):  # was being written by a process that was killed
+            part.unlink()
         if not (folder / SETTINGS_FILE).exists():  # by which a data set and --exist-ok know a run folder
             settings = yaml.safe_dump(vars(options), sort_keys=False)
             write_text(folder / SETTINGS_FILE, public(settings, sys.maxsize))

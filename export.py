@@ -40,6 +40,8 @@ def export(flags: Mapping[str, Any]) -> list[str]:
     for flag, supported in FORMATS_OF_FLAG.items():
         if getattr(options, flag) and (others := {*formats}.difference(supported)):
             raise UserError(f"--{flag} is not possible with {min(others)}, only with {', '.join(supported)}")
+    if options.batch_size > 1 and "ncnn" in formats:
+        raise UserError(f"--batch-size {options.batch_size}: ncnn takes one image at a time; leave it out")
     if options.device == "mps":
         raise UserError("--device mps: models are not exported on Apple GPUs; give cpu")
     device = torch.device(select_device_type(options.device))

@@ -188,7 +188,7 @@ class Predictor:
         if isinstance(frames, str | Path):
             source = read_files(find_files(str(frames)))
         else:
-            source = (Frame(MediaItem("picture", "image"), as_pixels(image, self.bgr)) for image in frames)
+            source = (Frame(MediaItem("picture", "image"), as_pixels(image, self.bgr, self.pixels)) for image in frames)
         for frame in source:
             yield tracking.update(frame, self._predict_image(frame.title, frame.image, frame.image.copy))
 

@@ -155,7 +155,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     row = log_epoch(
-                        run_log, steps, options, losses, summary, improved, evaluate.columns, evaluate.metrics, began
+                        run_log, steps, losses, summary, improved, evaluate.columns, evaluate.metrics, began
                     )
                     if summary and hooks.call(run.collectives.gather, "on_epoch", progress.epoch, ema.model, row):
                         progress.finished = True  # a process wants to stop

@@ -342,6 +342,8 @@ def _read_sets(spec: DataSpec, split: str, listed: Any) -> tuple[DataSpec, ...]:
             fault = f"names {file}, which lists data sets itself; list them here"
             check(not any(_lists_sets(content.get(key)) for key in SPLITS), fault)
             part = check_spec(file, {"names": spec.names or None, **content})
+            fault = f"names {file}, whose `channels`, `range` or `tiles` are others; write them here, for all data sets"
+            check(part.pixels in (spec.pixels, PHOTOS) and part.tiles in (spec.tiles, None), fault)
         fault = f"has `rename: {quoted(rename)}` for {name}; give pairs of a class of it and one of `names`"
         check(isinstance(rename, dict) and {*rename} <= {*part.names.values()}, fault)
         classes = [rename.get(label, label) for label in part.names.values()]

@@ -43,6 +43,7 @@ SUFFIX_OF_FORMAT = {
 FORMATS_OF_FLAG = {
     "int8": ("onnx", "openvino", "tflite"),
     "dynamic": ("torchscript", "onnx", "openvino", "safetensors"),
+    "nms": ("torchscript", "onnx", "openvino", "safetensors"),
 }
 # Where the files have the metadata. An ONNX file also has YOLOv5's keys, `stride` and `names`.
 ONNX_METADATA_KEY, TORCHSCRIPT_FILE, FOLDER_FILE = "lockstep", "config.txt", "metadata.yaml"

@@ -27,7 +27,6 @@ from utils.summary import Summary
 if TYPE_CHECKING:
     from models.tasks.contract import Metrics
     from utils.checkpoint import Progress
-    from utils.config.flags import TrainOptions
     from utils.run import Run
     from utils.tracking.run_log import RunLog
     from utils.training.optimizer import Schedule
@@ -247,7 +246,6 @@ def log_best_epoch(progress: Progress, best: Summary) -> None:
 def log_epoch(
     run_log: RunLog,
     steps: OptimizerSteps,
-    options: TrainOptions,
     losses: Mapping[str, float],
     summary: Summary | None,
     improved: bool,
@@ -269,7 +267,7 @@ def log_epoch(
     }
     run.files.append_row(row)
     mfu = bar.rate * steps.log.image_mfu
-    log(epoch_line(progress.epoch, options.epochs, losses, summary, bar.rate, mfu))
+    log(epoch_line(progress.epoch, steps.schedule.epochs, losses, summary, bar.rate, mfu))
     if progress.skipped:
         log(f"  {plural(progress.skipped, 'optimizer step')} skipped so far: gradients that are not finite")
     if summary and improved:
