@@ -109,7 +109,9 @@ def find_items(options: DetectOptions) -> list[MediaItem]:
     films = [item.name for item in items if item.kind != "picture"] or ["--track"] * bool(options.track)
     films = films or ["--view-img"] * options.view_img
     if films and (world_size() > 1 or (options.save_json and films != ["--view-img"])):
-        raise UserError(f"{films[0]} needs one process and no --save-json; leave one of them out")
+        raise UserError(
+            f"{films[0]}: only {'on one process' if world_size() > 1 else 'without --save-json'}; leave it out"
+        )
     return items
 
 
@@ -169,8 +171,8 @@ class Output:
         if not options.resume:
             shutil.rmtree(start.parent, ignore_errors=True)  # of an unfinished run
             write_text(start, public(yaml.safe_dump({**flags, "items": digest}), sys.maxsize))
-        elif digest not in start.read_text():
-            raise UserError(f"--source does not have the files with which {folder} was started; start a new run")
+        elif not start.is_file() or digest not in start.read_text():
+            raise UserError(f"{folder} is finished now, or --source has other files than at its start; start a new run")
         for part in folder.rglob(".*-????????.part"):  # was being written by a process that was killed
             part.unlink()
         if not (folder / SETTINGS_FILE).exists():  # by which a data set and --exist-ok know a run folder

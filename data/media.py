@@ -191,9 +191,8 @@ def as_pixels(image: Any, bgr: bool = False, pixels: PixelFormat = PHOTOS) -> np
     RGB order, or BGR if `bgr`. For other `pixels` it is an array, as of a file, which becomes as `read_pixels` does.
     """
     if pixels != PHOTOS:
-        image = np.moveaxis(image.detach().cpu().numpy(), 0, -1) if isinstance(image, Tensor) else np.asarray(image)
         order: dict[int, Any] = {3: [0, 1, 2], 4: [3, 0, 1, 2]} if bgr else {}  # from BGR and BGRA
-        image = np.atleast_3d(image)
+        image = np.atleast_3d(np.moveaxis(image.detach().cpu().numpy(), 0, -1) if isinstance(image, Tensor) else image)
         return to_format(image[..., order.get(image.shape[-1], np.s_[::-1])], pixels)
     if isinstance(image, Image.Image):
         bgr = False

@@ -651,7 +651,7 @@ def test_tracks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert f"{tmp_path}: 3 tracks in 40 frames\n" in printed
     assert (cv2.imread(str(tracked / "039.png")) != cv2.imread(str(plain / "039.png"))).any()
     assert (plain / "predictions.csv").read_text().startswith("Image Name,Prediction,Confidence\n")
-    with pytest.raises(UserError, match="--track needs one process and no --save-json"):
+    with pytest.raises(UserError, match="--track: only without --save-json"):
         detect.run(**flags, track=True, save_json=True)
     predictor = Predictor(weights, iou_thres=0.3, quiet=True)
     for name, frames in [*((name, iter(images)) for name in OBJECT_TRACKERS), ("ocsort", videos[0])]:

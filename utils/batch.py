@@ -35,11 +35,8 @@ def layout(device: torch.device) -> torch.memory_format:
 
 
 def use_onednn(model: nn.Module, device: torch.device) -> None:
-    """Let oneDNN compute all convolutions on a CPU, as torch does with several threads and at least 16 images.
-
-    For others torch chooses a slower way for kernels of one pixel, with other rounding, unless they are dilated, which
-    changes nothing in one pixel.
-    """
+    """Let oneDNN compute all convolutions on a CPU: kernels of one pixel too, for which torch has a slower way, with
+    other rounding, on one thread with fewer than 16 images, unless they are dilated: that changes nothing there."""
     for module in model.modules() if device.type == "cpu" else ():
         if isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
             module.dilation = (2, 2)

@@ -43,7 +43,6 @@ APPENDED = re.compile(
     r"results\.csv|speed\.csv|code\.diff|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json"
 )
 FILE_SUFFIXES, FOLDERS = (".csv", ".txt", ".yaml", ".pt", ".json", ".jpg"), ("weights", "checkpoint")
-SPEED = "speed.csv"  # images per second and use of the devices, a row per epoch and start
 Job = Callable[[], object]
 Jobs = Mapping[Path, Job]  # path -> the function that writes it
 Errors = Mapping[Path, OSError]
@@ -99,7 +98,7 @@ class RunFolder:
     def append_speed(self, row: Mapping[str, float]) -> None:
         """Add a row to speed.csv, whose values differ between equal runs, unlike those of results.csv."""
         if self.is_main:
-            file = self.path / SPEED
+            file = self.path / "speed.csv"
             with suppress(OSError), file.open("a", encoding="utf-8") as opened:  # the console has the main values too
                 header = "" if file.stat().st_size else f"{','.join(row)}\n"
                 opened.write(f"{header}{','.join(f'{value:.4g}' for value in row.values())}\n")

@@ -163,7 +163,7 @@ OPTIONAL_METHODS = {
     "coco_rows": ("save_json", "COCO has no format for its results"),
     "review": ("review", "its results are not compared with labels"),
     "to_supervision": ("track", "its results are not boxes"),
-    "joined": ("tile", "nor is `tiles` of a data YAML, because its results of windows are not joined"),
+    "joined": ("tile", "windows of large images, as by `tiles` of a data YAML, are for detectors"),
 }
 
 

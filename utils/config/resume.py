@@ -213,7 +213,7 @@ def resumed_detection(flags: Mapping[str, Any]) -> Mapping[str, Any]:
     pattern, base = f"{PROGRESS}/{SETTINGS_FILE}", Path(flags.get("project", DetectOptions.project))
     files = base.glob(f"*/{pattern}") if resume == NEWEST else Path(os.path.abspath(resume)).glob(pattern)
     if (file := max(files, key=os.path.getmtime, default=None)) is None:
-        raise UserError(f"--resume {resume}: no unfinished run of detect.py; if it is finished, start a new one")
+        raise UserError(f"{base if resume == NEWEST else resume} has no unfinished run of detect.py; start a new one")
     if taken := flags.keys() - {"resume", "project", *LAUNCHER_FLAGS}:
         raise UserError(f"--resume takes {as_flag(min(taken))} from {file}; leave it out")
     saved = {name: value for name, value in read_yaml(file).items() if name not in ("items", *LAUNCHER_FLAGS)}
