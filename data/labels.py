@@ -254,7 +254,7 @@ def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: 
     if labels.rows[:, 0].min() == 1 and labels.rows[:, 0].max() == classes:
         fix = "the labels count from 1, but classes count from 0: subtract 1"
     raise UserError(
-        f"{file if os.path.isfile(file) else image}{line} has class {class_id}, but `names` of {source} ends at {classes - 1}; "
+        f"{file}{line} has class {class_id}, but `names` of {source} ends at {classes - 1}; "
         f"{fix} ({plural(len(wrong_rows), 'such row')} in all)"
     )
 
