@@ -155,7 +155,7 @@ def to_format(image: np.ndarray, form: PixelFormat, name: object = "the array") 
     elif image.dtype != np.uint16 or form.range:
         limits = (0, 1) if image.dtype.kind == "f" else (np.iinfo(image.dtype).min, np.iinfo(image.dtype).max)
         low, high = form.range or limits
-        if not np.isfinite(image).all() or (limits == (0, 1) != form.range and (image.min() < 0 or image.max() > 1)):
+        if not np.isfinite(image).all() or (not form.range and not low <= image.min() <= image.max() <= high):
             raise UserError(f"{name} has values that are not finite, or not in 0 to 1 without a `range`; correct that")
         image = np.rint(((image.astype(np.float64) - low) * (65535 / (high - low))).clip(0, 65535))
     return np.ascontiguousarray(image, np.uint16)

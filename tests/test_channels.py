@@ -17,6 +17,7 @@ import val
 from data.augment import Augmenter, Sample
 from data.data_yaml import read_data
 from data.images import read_pixels
+from data.media import as_pixels
 from models.loading import StartingPoint, load_and_freeze
 from models.tasks import TASKS
 from models.weights import Weights
@@ -73,6 +74,35 @@ def test_all_files_have_the_same_pixels(suffix: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(scaled, np.rint((FOUR.clip(1000, 3000) - 1000.0) * 65535 / 2000))
     with pytest.raises(UserError, match=f"{file.name} has 4 channels, not 5"):
         read_pixels(file, PixelFormat(5))
+
+
+@pytest.mark.parametrize("values", [np.nan, np.inf, 255.0])
+def test_floats_are_shares_or_need_a_range(values: float, tmp_path: Path) -> None:
+    image = np.full((8, 8, 2), 0.5, np.float32)
+    image[0, 0] = values
+    np.save(tmp_path / "a.npy", image)
+    with pytest.raises(UserError, match=r"a\.npy has values that are not finite, or not in 0 to 1 without a `range`"):
+        read_pixels(tmp_path / "a.npy", PixelFormat(2))
+    if values == 255:
+        assert read_pixels(tmp_path / "a.npy", PixelFormat(2, (0, 255)))[0, 0].tolist() == [65535, 65535]
+
+
+def test_arrays_and_tensors_in_memory() -> None:
+    """As of a file with the channels 0 to 3; OpenCV has them in the order 2, 1, 0, 3."""
+    expected = np.multiply(FOUR[..., ::-1], 16)
+    image = FOUR * 16
+    for given, bgr in (
+        (image, False),
+        (torch.from_numpy(np.moveaxis(image, 2, 0)), False),
+        (image[..., [2, 1, 0, 3]], True),
+    ):
+        np.testing.assert_array_equal(as_pixels(given, bgr, PixelFormat(4)), expected)
+
+
+def test_listed_data_sets_have_one_format(data: Path, tmp_path: Path) -> None:
+    content = {"train": [{"path": str(data)}], "val": str(data.parent / "rgb" / "images"), "names": NAMES}
+    with pytest.raises(UserError, match=f"names {data}, whose `channels`, `range` or `tiles` are others"):
+        read_data(str(write_yaml(tmp_path / "both.yaml", content)))
 
 
 def test_twelve_bits_are_kept(tmp_path: Path) -> None:

@@ -158,6 +158,8 @@ def test_export_from_python(weights: Path, tmp_path: Path) -> None:
         ("--include onnx --int8", "--int8 needs images"),
         ("--include ncnn --int8 --data coco128.yaml", "--int8 is not possible with ncnn"),
         ("--include onnx tflite --dynamic", "--dynamic is not possible with tflite"),
+        ("--include onnx tflite --nms", "--nms is not possible with tflite"),
+        ("--include ncnn --batch-size 2", "--batch-size 2: ncnn takes one image at a time"),
     ],
 )
 def test_refused(flags: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
