@@ -46,15 +46,7 @@ from utils.distributed.failure import run_main
 from utils.distributed.launch import connect, spawn
 from utils.distributed.ranks import Collectives, broadcast_from_main, world_size
 from utils.errors import Stopped, UserError, plural, public
-from utils.files import (
-    LOCK_FILE,
-    SETTINGS_FILE,
-    csv_text,
-    lock_folder,
-    numbered_folder,
-    unique_stems,
-    write_text,
-)
+from utils.files import LOCK_FILE, SETTINGS_FILE, csv_text, lock_folder, numbered_folder, unique_stems, write_text
 from utils.plots.drawing import Style, display_pixels, write_picture
 from utils.python_api import call
 from utils.summary import RESULT, StageTimer, log_times
@@ -106,12 +98,11 @@ def find_items(options: DetectOptions) -> list[MediaItem]:
     if not any(options.source):
         raise UserError("--source is missing; name a picture, a video, a folder, an address or a camera's number")
     items = list(dict.fromkeys(item for source in options.source for item in find_media(source)))
-    films = [item.name for item in items if item.kind != "picture"] or ["--track"] * bool(options.track)
-    films = films or ["--view-img"] * options.view_img
-    if films and (world_size() > 1 or (options.save_json and films != ["--view-img"])):
-        raise UserError(
-            f"{films[0]}: only {'on one process' if world_size() > 1 else 'without --save-json'}; leave it out"
-        )
+    sequential = [item.name for item in items if item.kind != "picture"] or ["--track"] * bool(options.track)
+    if world_size() > 1 and (in_order := sequential or ["--view-img"] * options.view_img):
+        raise UserError(f"{in_order[0]}: only on one process; leave it out")
+    if options.save_json and sequential:
+        raise UserError(f"{sequential[0]}: only without --save-json; leave it out")
     return items
 
 
@@ -153,7 +144,7 @@ class Output:
         self.unlisted_frames = 0  # of videos and streams
 
     def _open(self, flags: Mapping[str, Any]) -> tuple[Path, set[int]]:
-        """Make the run folder, or take that of --resume, and lock it; return it and its finished blocks."""
+        """Create the run folder, or open that of --resume, and lock it; return its path and the finished blocks."""
         options, names = self.options, [item.name for item in self.stems]
         digest = sha256(json.dumps(names).encode()).hexdigest()
         if self.lists_images:

@@ -250,7 +250,7 @@ def check_spec(file: Path, content: Mapping[str, Any], messages: Sequence[str] =
     check("split_seed", type(seed) is int and seed >= 0, "a whole number from 0")
     is_shape = isinstance(shape, list) and [*map(type, shape)] == [int, int] and shape[0] > 0 and shape[1] in (2, 3)
     check("kpt_shape", shape is None or is_shape, "[K, D], K key points of 2 or 3 numbers")
-    check("tiles", _are_tiles(content.get("tiles", {"size": 32})), TILES)
+    check("tiles", "tiles" not in content or _are_tiles(content["tiles"]), TILES)
     names, defaults = _names(file, content), suggested_defaults(content.get("defaults") or {}, file)
     roots, named_entries = _roots(file, path), {split: paths for split, paths in entries.items() if paths}
     if "draw" in content:

@@ -374,7 +374,7 @@ class DetectionData(DataSet[DetectionSplit]):
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         square = square or self.fit == "stretch"
-        if windows := self.cut(split):  # those of an image are one batch, so that one process has them
+        if windows := self.cut(split):  # all of an image form one batch, which one process evaluates
             order = [SampleIndex(0, k, k, (self.imgsz, self.imgsz)) for k in range(len(windows.images))]
             return [list(batch) for _, batch in groupby(order, key=lambda sample: windows.images[sample.image])]
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)

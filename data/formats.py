@@ -735,7 +735,7 @@ def _other_folders(folder: Path) -> dict[str, Any] | None:
 
 
 def _has_classes(folder: Path, min_count: int = 1) -> bool:
-    """Return whether at least `min_count` folders in a folder have images, apart from those of splits, YOLO or VOC."""
+    """Return whether a folder has `min_count` or more folders of images, apart from those of splits, YOLO or VOC."""
     folders, splits = subfolders(folder), {name for names in SPLIT_FOLDERS.values() for name in names}
     names = {path.name for path in folders}
     if names & {"images", "labels", "JPEGImages"} or names <= splits:

@@ -162,7 +162,7 @@ def to_format(image: np.ndarray, form: PixelFormat, name: object = "the array") 
 
 
 def stacked_files(path: Path, folders: Sequence[str]) -> list[Path]:
-    """Return an image and those of its name in the other `folders`, if any. Raises `UserError`.
+    """Return the path of an image, and of the images with its name in the other `folders`. Raises `UserError`.
 
     In its path, what distinguishes the first folder from the others is replaced, as `images` of images/train.
     """
@@ -177,7 +177,7 @@ def stacked_files(path: Path, folders: Sequence[str]) -> list[Path]:
 
 
 def _read_file(path: Path, form: PixelFormat) -> np.ndarray:
-    """Return the values of a file, channels reversed; without an alpha channel if there are to be three channels."""
+    """Return a file's values with the channels reversed, and without alpha if `form` has three channels."""
     try:
         data = read_regular(path)
         if path.suffix.lower() == NPY_SUFFIX:

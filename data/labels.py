@@ -177,13 +177,15 @@ class Labels:
     @staticmethod
     def concatenate(parts: Sequence[Labels]) -> Labels:
         """Return the labels of all images of `parts`, which must not be empty."""
-        outlines = [part.polygons or Polygons.from_outlines([as_points(())] * len(part.rows)) for part in parts]
+        if len(parts) == 1:
+            return parts[0]
+        outlines = (part.polygons or Polygons.from_outlines([as_points(())] * len(part.rows)) for part in parts)
         return Labels(
             np.concatenate([part.rows for part in parts]),
             part_offsets(np.concatenate([part.counts for part in parts])),
             np.concatenate([part.sizes for part in parts]),
             tuple(problem for part in parts for problem in part.problems),
-            Polygons.concatenate(outlines) if any(part.polygons for part in parts) else None,
+            Polygons.concatenate([*outlines]) if any(part.polygons for part in parts) else None,
         )
 
     def image_rows(self, index: int) -> np.ndarray:

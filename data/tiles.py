@@ -28,7 +28,7 @@ class Tiles:
 
     def bounds(self, width: int, height: int, with_whole: bool) -> np.ndarray:
         """Return the windows of an image, row by row, int32 (n, 4): left, top, right, bottom (exclusive) in pixels.
-        The last of rows and columns end at the image's edge. If there are several, the whole image may follow."""
+        The last row and column end at the image's edge. With `with_whole`, several are followed by the whole image."""
         step = max(round(self.size * (1 - self.overlap)), 1)
         lefts, tops = ([*range(0, side - self.size, step), max(side - self.size, 0)] for side in (width, height))
         corners = [(left, top) for top in tops for left in lefts]
@@ -84,7 +84,7 @@ def training_windows(labels: Labels, files: Sequence[Path], tiles: Tiles) -> Win
 
 
 def in_file(info: ImageInfo, image: int, size: tuple[int, int], window: Sequence[int]) -> ImageInfo:
-    """Return the description of a window, given as an image of its own, as a part of image `image` of `size`."""
+    """Return `info`, which describes a window as an image of its own, for the window as a part of image `image`."""
     (left, top, right, bottom), (scale, offset) = window, info.placement
     placement = Placement(scale, (offset[0] - scale[0] * left, offset[1] - scale[1] * top))
     return info._replace(image=image, size=size, placement=placement, window=(left, top, right, bottom))

@@ -238,7 +238,7 @@ class Inference:
 
 
 def join_windows(predictions: Sequence[Prediction], batch: Batch, limits: Thresholds) -> tuple[list[Prediction], Batch]:
-    """Return the prediction for each image, joined from those of its windows if it has any, and one info for each."""
+    """Join the predictions for the windows of an image; return one for each image, and the batch with one info each."""
     if not any(getattr(info, "window", None) for info in batch.infos):
         return [*predictions], batch
     joined, infos = [], []

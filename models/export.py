@@ -42,8 +42,7 @@ SUFFIX_OF_FORMAT = {
 }
 FORMATS_OF_FLAG = {
     "int8": ("onnx", "openvino", "tflite"),
-    "dynamic": ("torchscript", "onnx", "openvino", "safetensors"),
-    "nms": ("torchscript", "onnx", "openvino", "safetensors"),
+    **dict.fromkeys(("dynamic", "nms"), ("torchscript", "onnx", "openvino", "safetensors")),
 }
 # Where the files have the metadata. An ONNX file also has YOLOv5's keys, `stride` and `names`.
 ONNX_METADATA_KEY, TORCHSCRIPT_FILE, FOLDER_FILE = "lockstep", "config.txt", "metadata.yaml"
@@ -250,8 +249,8 @@ def _read_tflite(path: Path) -> tuple[str, Runner]:
     return text, _numpy_runner(lambda images: (output for _, output in sorted(signature(**{source: images}).items())))
 
 
-_FUNCTIONS = (_read_onnx, _read_torchscript, _read_openvino, _read_ncnn, _read_tflite)
-READERS = dict(zip(EXPORTED_SUFFIXES, _FUNCTIONS, strict=True))
+_READ_FUNCTIONS = (_read_onnx, _read_torchscript, _read_openvino, _read_ncnn, _read_tflite)
+READERS = dict(zip(EXPORTED_SUFFIXES, _READ_FUNCTIONS, strict=True))
 
 
 # Writing

@@ -45,7 +45,7 @@ GPU_PEAKS = {
     **{"RTX 4090": (165.2, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6)},
 }
 PEAK_SIDE, PEAK_TRIES = {"cuda": 8192, "cpu": 1024}, 5  # rows of the product that measures a peak; the best of tries
-BACKWARD_PASSES = 3  # operations of forward and backward pass, as multiples of the forward pass
+TRAINING_FACTOR = 3  # operations of a training step's forward and backward pass, as multiples of the forward pass
 
 
 class DeviceValue:
@@ -95,7 +95,7 @@ class StepLog:
         self.norm: Any = None  # norm of the last step's gradient
         # Of all devices, as a share of their peak, at one image per second.
         peak = run.accelerator.num_processes * peak_flops(self.device, run.accelerator.mixed_precision)
-        self.image_mfu = BACKWARD_PASSES * gflops * 1e9 / peak
+        self.image_mfu = TRAINING_FACTOR * gflops * 1e9 / peak
         self.bar = Bar("", 0, False)
         self.first_step, last_step = profile_window(window)
         self.last_step = min(last_step, schedule.epochs * steps)
@@ -205,7 +205,7 @@ def peak_flops(device: torch.device, precision: str) -> float:
     columns, weight = (matrix.to(memory_format=layout(device)) for matrix in matrices)
     for _ in range(PEAK_TRIES):
         started_at = time.perf_counter()
-        torch.conv2d(columns, weight, dilation=1 + on_cpu)  # by oneDNN; MKL's product is slow on AMD's cores
+        torch.conv2d(columns, weight, dilation=1 + on_cpu)  # see `use_onednn`; MKL's product is slow on AMD
         if not on_cpu:
             torch.accelerator.synchronize(device)
         seconds = min(seconds, time.perf_counter() - started_at)
