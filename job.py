@@ -28,6 +28,7 @@ from utils.config.hyperparameters import Recipe, is_shipped, log_unused
 from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
+from utils.distributed.second_thread import fix_threads
 from utils.errors import UserError
 from utils.files import format_paths
 from utils.receipt import Receipt, environment, split_inputs, user_files
@@ -123,6 +124,8 @@ class Job(NamedTuple):
         size, parts = memory.fitted_batch(
             options.batch_size, train_step, model, device, images, run.collectives, logical
         )
+        if not options.logical_processes:
+            fix_threads(run.accelerator, model, size * model.gflops)
         accumulation = hyp.accumulation(size * parts) * parts
         return MeasuredConfig(size, accumulation, known_share, run.collectives.broadcast(wandb_run_id()))
 

@@ -135,6 +135,8 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
         state = TrainingState(identity, measured, distributed, parameters, ema, optimizer, len(evaluate.loss_names))
         if saved:
             state.load(saved)
+    if distributed.second:
+        evaluate.map = distributed.second.map
     record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, options.hashes)
     criterion = steps.recorded(task, criterion, record)
@@ -201,7 +203,7 @@ def train_one_epoch(
         run.keep_alive("training step")
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):
-            steps.schedule.apply(steps.optimizer, batches_so_far)  # no lr_scheduler: a resumed run needs no state of it
+            steps.begin(batches_so_far)
             terms = model.each(loss_terms, local_batches, options.seed + batches_so_far)
             losses = model.over_global_counts(terms)  # two processes have the gradient of one
             model.backward([criterion.objective(loss, step_images) for loss in losses])

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ class Evaluator:
     loss_names: Sequence[str]
     columns: Sequence[str]  # names of the metrics, with those of each data set that the split lists
     timer: StageTimer = field(default_factory=StageTimer)
+    map: Callable[..., Iterable[Any]] = map  # calls a function with each batch, in order
     batch_callbacks: list[Callable[[Batch, Sequence[Prediction]], object]] = field(default_factory=list)
 
     @torch.inference_mode()
@@ -81,21 +82,13 @@ class Evaluator:
             model.eval()
         count, processes = len(self.split.images), run.accelerator.num_processes
         bar = run.bar("validating", count)
-        for whole in bar.iterate(self.loader, lambda batch: len({info.image for info in batch.infos}) * processes):
+        loaded = bar.iterate(self.loader, lambda batch: len({info.image for info in batch.infos}) * processes)
+        for batch, predictions, terms in self.map(partial(self._predict, models), loaded):
             run.keep_alive("validation batch")
             if stop_requested():
                 break
-            predictions: list[Prediction] = []
-            for batch in (parts := whole.parts(self.batch_size)):
-                with run.accelerator.autocast():
-                    batch, views = self.inference.views(models, batch, timer)
-                if views[0].outputs is not None:  # some exported files return no raw outputs
-                    terms = compute_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
-                    losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.local_means().tolist()))
-                timer.end_stage("losses")
-                predictions += self.inference.postprocess(views, batch)
-                timer.end_stage(POSTPROCESSING)
-            joined, batch = join_windows(predictions, whole if len(parts) > 1 else batch, self.thresholds)
+            losses += terms
+            joined, batch = join_windows(predictions, batch, self.thresholds)
             images, predicted = [info.image for info in batch.infos], [result.image for result in joined]
             fault = f"has an image number twice: a batch of images {images}"
             check_contract(len({*images}) == len(images), data, fault)
@@ -122,6 +115,23 @@ class Evaluator:
         check_contract(not missing, self.metrics, f"has no int or float for {', '.join(missing)}")
         means = self._mean_losses(run.collectives.gather(losses))
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
+
+    @torch.inference_mode()
+    def _predict(
+        self, models: Sequence[Model], whole: Batch
+    ) -> tuple[Batch, list[Prediction], list[tuple[int, float, list[float]]]]:
+        """Return a batch, on the device unless it was too large, with its predictions, and the losses of its parts."""
+        predictions, losses, timer = list[Prediction](), list[tuple[int, float, list[float]]](), self.timer
+        for batch in (parts := whole.parts(self.batch_size)):
+            with self.run.accelerator.autocast():
+                batch, views = self.inference.views(models, batch, timer)
+            if views[0].outputs is not None:  # some exported files return no raw outputs
+                terms = compute_terms(self.criterion, views[0].outputs, batch, self.loss_names, reads=True)
+                losses.append((batch.infos[0].image, self.criterion.weight(batch), terms.local_means().tolist()))
+            timer.end_stage("losses")
+            predictions += self.inference.postprocess(views, batch)
+            timer.end_stage(POSTPROCESSING)
+        return whole if len(parts) > 1 else batch, predictions, losses
 
     def _mean_losses(self, losses: Sequence[tuple[int, float, list[float]]]) -> dict[str, float]:
         """Return the weighted mean of each loss term over batches (first image, weight, terms); nan without batches."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yaml
+from tests.conftest import NOT_HERE, RECIPE, ROOT, CallMain, RunScript, data_yaml, not_here
 from tests.curves import identical, refused, same_curve, untouched
 from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, left_behind, on_machine
@@ -87,6 +87,17 @@ def test_killed_in_an_epoch_and_later(train: Train, resume: Train, undisturbed: 
     assert "resuming " in resume(tmp_path)
     identical(tmp_path / "exp", undisturbed)
     assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_second_thread_of_a_killed_run(train: Train, resume: Train, undisturbed: Path, tmp_path: Path) -> None:
+    """On two cores the default is a thread, and a second one for the gradients of weights; resumed, it is so again."""
+    if len(cores := sorted(os.sched_getaffinity(0))[:2]) < 2:
+        not_here("two cores")
+    how = {"launcher": ("taskset", "-c", ",".join(map(str, cores)), sys.executable), "OMP_NUM_THREADS": ""}
+    fault = planted("SIGKILL", "optimizer step", 3)
+    assert "steps are small: 1 thread" in train(tmp_path, "--save-steps", "1", **fault, **how, code=-signal.SIGKILL)
+    assert "CPU threads" not in resume(tmp_path, **how)
+    identical(tmp_path / "exp", undisturbed)
 
 
 @pytest.mark.long

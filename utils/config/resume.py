@@ -16,6 +16,7 @@ from utils.checkpoint import STATES, Identity, Progress, StateFiles, explain_mis
 from utils.config.flags import AUTO, NEWEST, DetectOptions, TrainOptions, as_flag, flags_of, typed_values
 from utils.config.hyperparameters import OVERRIDE_PREFIX, Recipe, from_mapping, parse_overrides, read_hyperparameters
 from utils.console import log
+from utils.distributed.launch import cores_per_process
 from utils.distributed.ranks import world_size
 from utils.errors import Stopped, UserError, plural, quoted
 from utils.files import SETTINGS_FILE, read_yaml
@@ -183,6 +184,8 @@ def read_saved_state(run: Run, settings: Settings, identity: Identity) -> dict[s
     saved = run.collectives.broadcast(run.files.read_state()) if settings.saved else None
     if saved and settings.saved:
         identity.check(saved)
+        if not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(min(settings.saved.get("threads", torch.get_num_threads()), cores_per_process()))
         threads = torch.get_num_threads() if run.accelerator.device.type == "cpu" else 0
         log_changes(settings.options, settings.saved, threads)
         log(f"resuming {run.path} {Progress.from_state(saved['progress'])}")

@@ -23,6 +23,7 @@ from utils.batch import layout, use_onednn
 from utils.distributed.batchnorm import InTurn, all_reduce, exact_batchnorm
 from utils.distributed.deepspeed import configure
 from utils.distributed.dropout import GlobalDropout, synchronise_dropout
+from utils.distributed.second_thread import SecondThread, WeightGradients
 from utils.distributed.tree import LogicalProcesses
 from utils.errors import UserError
 
@@ -46,6 +47,7 @@ class DistributedModel:
     modules: Sequence[nn.Module]  # what Accelerate made of `copies`
     freezes_batchnorm: bool = False
     in_turn: InTurn | None = None  # lets the copies meet in each BatchNorm layer (--sync-bn)
+    second: SecondThread | None = None
 
     def __post_init__(self) -> None:
         accelerator, logical, copies = self.accelerator, self.logical, self.copies
@@ -60,6 +62,7 @@ class DistributedModel:
         # Parameters that no backward pass has given a gradient yet. Hooks, because ZeRO leaves no gradient in them.
         trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
         self._unreached = {name: weight.register_hook(partial(self._note_gradient, name)) for name, weight in trained}
+        self._weight_gradients = WeightGradients(self.model, self.second) if self.second else None
         if logical.exact:
             self._trained = [[weight for weight in model.parameters() if weight.requires_grad] for model in copies]
             sizes = [weight.numel() for weight in self._trained[0]]
@@ -121,9 +124,11 @@ class DistributedModel:
             self._backward_by_tree(objectives)
         else:  # DDP takes the mean over processes
             self.accelerator.backward(objectives[0] * self.accelerator.num_processes)
+        for name in self._weight_gradients.finish() if self._weight_gradients else ():
+            self._note_gradient(name)
         check_reduced(self.wrapped, [*self._unreached])
 
-    def _note_gradient(self, name: str, gradient: Tensor) -> None:
+    def _note_gradient(self, name: str, gradient: Tensor | None = None) -> None:
         if hook := self._unreached.pop(name, None):  # a parameter that is used twice may come twice
             hook.remove()
 
@@ -269,7 +274,9 @@ def prepare(
         ddp.broadcast_buffers = False  # --sync-bn or `average_statistics` makes the statistics equal
         if accelerator.num_processes > 2:  # the sum of two numbers does not depend on their order
             order_buckets(ddp, model.imgsz)
-    return DistributedModel(accelerator, logical, copies, modules, freezes_batchnorm, in_turn), optimizer, loader
+    second = None if logical.exact else SecondThread.beside(accelerator, model)
+    distributed = DistributedModel(accelerator, logical, copies, modules, freezes_batchnorm, in_turn, second)
+    return distributed, optimizer, loader
 
 
 def prepare_loader(accelerator: Accelerator, logical: LogicalProcesses, loader: DataLoader[Any]) -> Any:
