@@ -29,17 +29,7 @@ from models.heads.contract import (
 )
 from models.heads.dfl import DetectDFL
 from models.loading import head_prefix, head_tensors
-from models.tasks.contract import (
-    Criterion,
-    Image,
-    Model,
-    Postprocess,
-    Prediction,
-    Task,
-    Thresholds,
-    View,
-    weights_by_class,
-)
+from models.tasks.contract import Criterion, Image, Model, Postprocess, Prediction, Task, Thresholds, View
 from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.predictions import DetectionPrediction
 from models.yolo import YoloModel, build_model, detection_head
@@ -395,8 +385,7 @@ class DetectionTask(BoxTask):
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
-        self.hyp, self.label_smoothing = hyp, label_smoothing
-        self.class_weights = weights_by_class(names, hyp.class_weights)
+        self.hyp = hyp
         self.anchors = round(hyp.anchors)  # number of anchors per level to search for; 0 keeps the YAML's anchors
 
     @classmethod
@@ -437,7 +426,7 @@ class DetectionTask(BoxTask):
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
         if model.head is None:
-            return UnavailableCriterion(len(self.loss_names_of(model)))
+            return UnavailableCriterion()
         return require_head(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:

@@ -386,7 +386,7 @@ class SegmentationTask(DetectionTask):
 
     def criterion(self, model: Model) -> Criterion:
         if not isinstance(head := model.head, Segment):
-            return UnavailableCriterion(len(Segment.loss_names))
+            return UnavailableCriterion()
         hyp = scale_gains(self.hyp, head, model.imgsz)
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 
