@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from models.tasks.contract import Model
 from models.weights import EXPORTED_SUFFIXES, UNKNOWN, Origin, Weights, read_weights
@@ -184,11 +185,7 @@ def _read_torchscript(path: Path) -> tuple[str, Runner]:
     device = json.loads(text or "{}").get("device", "cpu")  # constants stay on the device that exported the file
     module.to(torch.empty(0, device=device).device)  # raises without such a device
 
-    def run(images: Tensor) -> Sequence[Tensor]:
-        outputs = module(images.to(device))
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    return text, run
+    return text, lambda images: tree_leaves(module(images.to(device)))
 
 
 def _read_onnx(path: Path) -> tuple[str, Runner]:
@@ -274,8 +271,7 @@ class ExportJob:
 
         metadata = self.metadata
         with torch.no_grad():
-            outputs = self.model(self.example)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            outputs = tree_leaves(self.model(self.example))
         names = list((SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES)[: len(outputs)])
         settings: dict[str, Any] = {"input_names": [INPUT_NAME], "output_names": names}
         settings |= {"opset_version": self.opset, "verbose": self.verbose}
@@ -385,10 +381,7 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
     shape = (count + 1, channels, height + stride, width + 2 * stride)
     images = torch.rand(shape, generator=generator, device=job.example.device).to(job.example.dtype)
     try:
-        outputs, expected = traced(images), job.model(images)
-        if isinstance(outputs, Tensor):
-            return torch.equal(outputs, expected)
-        return all(map(torch.equal, outputs, expected))
+        return all(map(torch.equal, tree_leaves(traced(images)), tree_leaves(job.model(images))))
     except Exception:  # any layer may fail at a size that it was not traced with
         return False
 
