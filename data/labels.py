@@ -183,7 +183,7 @@ class Labels:
         polygons: Polygons | None = None,
     ) -> Labels:
         """Return the labels of one image; its `size` is (0, 0) if it is left out."""
-        return Labels(rows, part_offsets([len(rows)]), np.array([size], np.int32), tuple(problems), polygons)
+        return Labels(rows, np.array((0, len(rows))), np.array([size], np.int32), tuple(problems), polygons)
 
     @staticmethod
     def concatenate(parts: Sequence[Labels]) -> Labels:
@@ -206,7 +206,7 @@ class Labels:
     @cached_property
     def counts(self) -> np.ndarray:
         """The number of rows of each image, (n,)."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]  # for one image faster than np.diff
 
     def subset(self, chosen: np.ndarray) -> Labels:
         """Return the labels of the images for which `chosen`, bool (n,), is true."""
