@@ -92,21 +92,26 @@ class Predictor:
             self.stride = math.lcm(*(model.stride for model in models))
             log_rounding(size.sides, size.rounded(self.stride).sides, self.stride)
             members.log_notes(options.half, half)
-        classes = class_numbers(options.classes, self.task.names)
-        self.thresholds = select(Thresholds, options, classes=classes, one_class=True)
-        postprocess = self.task.postprocess(self.models[0], self.thresholds)
-        self.inference = Inference(self.task, postprocess, self.device, options.augment, half)
+        self.half, self.bgr, self.numbers = half, bgr, count()  # of images that are cut into windows
         self.batch_size = max(options.batch_size, MIN_WINDOWS_AT_ONCE)
-        self.bgr, self.tile, self.numbers = bgr, options.tile, count()  # of images that are cut into windows
-        self.size = size.rounded(self.stride)  # the last: from here on `__setattr__` checks
+        self.size = size.rounded(self.stride)
+        self._apply(options)  # the last: from here on `__setattr__` checks
+
+    def _apply(self, options: DetectOptions) -> None:
+        """Make the thresholds, and what depends on them, from flags of detect.py. Raises `UserError`."""
+        classes = class_numbers(options.classes, self.task.names)
+        thresholds = select(Thresholds, options, classes=classes, one_class=True)
+        postprocess = self.task.postprocess(self.models[0], thresholds)
+        inference = Inference(self.task, postprocess, self.device, options.augment, self.half)
+        vars(self).update(thresholds=thresholds, inference=inference, tile=options.tile, options=options)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set `bgr`, `as_list` or one of `SETTINGS` (None: its default; imgsz: the present one). Raises `UserError`."""
-        if name in ("bgr", "as_list") or "size" not in vars(self):
+        if name in ("bgr", "as_list") or "options" not in vars(self):
             vars(self)[name] = value
             return
         name = ALIASES.get(name, name)
-        unchanged = {"multi_label": False, "amp": False, "verbose": False, "augment": self.inference.augment}  # habits
+        unchanged = {"multi_label": False, "amp": False, "verbose": False, "augment": self.options.augment}  # habits
         if name in unchanged and value == unchanged[name]:
             return
         if name in ARGUMENTS and name not in SETTINGS:
@@ -121,15 +126,10 @@ class Predictor:
                 raise UserError(f"imgsz={value}: the model was exported only for --imgsz {fixed}")
             vars(self)["size"] = self.size._replace(sides=size.sides)
             return
-        if name == "tile":
-            if value and self.task.prediction and (message := self.task.prediction.refused().get("tile")):
-                raise UserError(message)
-            vars(self)["tile"] = value
-            return
-        value = class_numbers(value, self.task.names) if name == "classes" else value
-        vars(self)["thresholds"] = replace(self.thresholds, **{name: value})
-        postprocess = self.task.postprocess(self.models[0], self.thresholds)
-        vars(self)["inference"] = replace(self.inference, postprocess=postprocess)
+        refused = self.task.prediction.refused() if self.task.prediction else {}
+        if value and name in refused:  # `tile`
+            raise UserError(refused[name])
+        self._apply(replace(self.options, **{name: value}))
 
     def __getattr__(self, name: str) -> Any:
         name = ALIASES.get(name, name)

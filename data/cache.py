@@ -230,25 +230,27 @@ class Images:
 
     def _read_from_disk(self, index: int) -> np.ndarray:
         """Return an image from the cache on disk. If it is not there, it is written, with all windows of its file."""
-        path = self._path(index)
+        (path,) = self._paths([index])
         with suppress(OSError, EOFError, ValueError):  # not written yet, or damaged
             return np.load(path, allow_pickle=False)
         of_file = np.flatnonzero(self.names == self.names[index]).tolist() if self.windows else []
-        with one_at_a_time(self._path(of_file[0]).with_suffix(".lock")) if self.windows else nullcontext():
+        paths = self._paths([index, *of_file])
+        with one_at_a_time(paths[1].with_suffix(".lock")) if self.windows else nullcontext():
             with suppress(OSError, EOFError, ValueError):
                 return np.load(path, allow_pickle=False)
-            image, order = self._decode(index), (index, *of_file)  # until the disk is full
-            all(self._write(self._path(k), image if k == index else self._decode(k)) for k in order)
+            image, pairs = self._decode(index), zip(paths, (index, *of_file), strict=True)  # until the disk is full
+            all(self._write(file, image if k == index else self._decode(k)) for file, k in pairs)
         return image
 
-    def _path(self, index: int) -> Path:
-        """Return the path of an image in the cache on disk."""
-        name, form = self.name(index), (self.imgsz, self.smooth, self.reduced, self.stretched)
-        window = f" {self.windows.bounds[index].tolist()}" if self.windows else ""
+    def _paths(self, indices: Sequence[int]) -> list[Path]:
+        """Return the paths in the cache on disk of images from one file."""
+        name, form = self.name(indices[0]), (self.imgsz, self.smooth, self.reduced, self.stretched)
+        windows = [f" {self.windows.bounds[k].tolist()}" if self.windows else "" for k in indices]
         pixels = "" if self.pixels == PHOTOS else repr(self.pixels)
         stamps = file_stamps(map(str, stacked_files(Path(name), self.pixels.folders)))
-        digest = hashlib.sha256(os.fsencode(f"{name} {form}{window}{pixels}") + stamps).hexdigest()
-        return Path(self.folder, digest[:2], f"{digest}.npy")
+        texts = (os.fsencode(f"{name} {form}{window}{pixels}") for window in windows)
+        digests = [hashlib.sha256(text + stamps).hexdigest() for text in texts]
+        return [Path(self.folder, digest[:2], f"{digest}.npy") for digest in digests]
 
     def _write(self, path: Path, image: np.ndarray) -> bool:
         """Write an image into the cache on disk if there is room; return whether there is."""

@@ -23,11 +23,11 @@ from data.augment import Sample, seed_torch
 from data.augmentations import UserAugmentations
 from data.cache import Images
 from data.data_yaml import DataSpec, hold_out
-from data.dataset import DataSet, Item, Items, labels_text, loader, log_split, split_identity, stack_in_place
+from data.dataset import DataSet, Item, Items, log_split, split_identity, stack_in_place
 from data.formats import subfolders
 from data.images import images_below, read_image
 from data.labels import load_labels
-from data.sampler import SampleIndex, Sampling, evaluation_batches, images_in_use, item_generator, training_batches
+from data.sampler import SampleIndex, Sampling, evaluation_batches, images_in_use, item_generator
 from utils.batch import Batch, ClassInfo, Instances, Split
 from utils.config.hyperparameters import Recipe, Transforms
 from utils.errors import UserError, plural
@@ -186,7 +186,6 @@ class ClassificationData(DataSet[ClassificationSplit]):
     """
 
     def __post_init__(self) -> None:
-        self.names = self.class_names(self.spec, self.options.single_cls)
         self.stride = math.lcm(self.stride, math.gcd(self.imgsz, MULTI_SCALE_STEP_PIXELS))
 
     @staticmethod
@@ -229,7 +228,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
         return ClassificationSplit(images, labels[readable], scanned.sizes[readable], self.names, problems)
 
     def documents(self, train: ClassificationSplit, val: ClassificationSplit) -> dict[str, str]:
-        """Return class_indices.json, split.csv (the images of both splits) and labels.csv (counts by class)."""
+        """Return what `DataSet` does, class_indices.json, and split.csv, the images of both splits."""
         splits = {"train": train, "val": val}
         table = [
             (name, self.names[int(class_id)], path)
@@ -238,9 +237,9 @@ class ClassificationData(DataSet[ClassificationSplit]):
         ]
         indices = {str(number): text for number, text in self.names.items()}
         return {
+            **super().documents(train, val),
             "class_indices.json": json.dumps(indices, indent=2, ensure_ascii=False) + "\n",
             "split.csv": csv_text(("split", "class", "image"), table),
-            "labels.csv": labels_text(self.names, train, val),
         }
 
     @staticmethod
@@ -251,14 +250,13 @@ class ClassificationData(DataSet[ClassificationSplit]):
     collate = staticmethod(collate)
 
     def train_loader(self, split: ClassificationSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        options, instances = self.options, split.instances()
-        batches = training_batches(options, instances, split.sizes, batch_size, seed, self.imgsz, self.stride, 1)
+        batches = self.options.batches(split, split.sizes, batch_size, seed, self.imgsz, self.stride, 1)
         assert isinstance(hyp, Transforms)  # the recipe of a task with this data set
         capacity = images_in_use(batch_size, self.options.workers) if hyp.mixup or hyp.cutmix else 0
         images = Images(split.images, split.sizes, 0, cache=self.train_cache, capacity=capacity)
         user = self.user_augmentations()
         items = TrainingItems(images, split.labels, len(self.names), hyp, seed, self.options, user)
-        return loader(items, batches, collate, self.options.workers)
+        return self.loader(items, batches)
 
     def evaluation_batches(self, split: ClassificationSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         return evaluation_batches(split.sizes, batch_size, self.imgsz, 1, square=True)
@@ -266,7 +264,7 @@ class ClassificationData(DataSet[ClassificationSplit]):
     def evaluation_loader(self, split: ClassificationSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         images = Images(split.images, split.sizes, 0, cache=self.options.cache)
         items = EvaluationItems(images, split.labels, len(self.names))
-        return loader(items, batches, collate, self.options.workers)
+        return self.loader(items, batches)
 
 
 Classes = dict[str, list[Path]]  # the images of each class, sorted, by its name

@@ -13,7 +13,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -79,29 +79,6 @@ def collate_batch(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any
     return collate(items)
 
 
-def loader(
-    items: Items,
-    batches: GlobalBatches | Sequence[list[SampleIndex]],
-    collate: Callable[[Sequence[Any]], Batch],
-    workers: int,
-) -> DataLoader[Any]:
-    """Return a loader of `batches` of `items`, which this process loads unless there are `workers` (one per batch)."""
-    workers = min(workers, len(batches))
-    if workers:
-        get_temp_dir()  # the folder of multiprocessing's sockets: made here, loader processes share it and leave none
-        Image.preinit()  # Pillow's formats: loader processes should import nothing
-        Image.init()
-    return DataLoader(
-        items,
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=partial(collate_batch, collate),
-        pin_memory=torch.cuda.is_available(),
-        persistent_workers=workers > 0,
-        worker_init_fn=init_worker,
-    )
-
-
 def first_batch(loader: Any) -> Batch:
     """Load the first batch of an epoch in this process, at the loader's largest image size."""
     items = [loader.dataset[sample] for sample in loader.batch_sampler.largest()]
@@ -148,10 +125,6 @@ class DataSet(ABC, Generic[S]):
     def split(self, name: str, hyp: Recipe | None = None) -> S:
         """Read and check a split, to train on with `hyp` or to evaluate. Raises `UserError` if no image is usable."""
 
-    @abstractmethod
-    def documents(self, train: S, val: S) -> dict[str, str]:
-        """Return text files for the run folder by name, such as labels.csv; charts are drawn from them."""
-
     @staticmethod
     @abstractmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
@@ -167,7 +140,7 @@ class DataSet(ABC, Generic[S]):
 
     @abstractmethod
     def train_loader(self, split: S, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        """Return a loader of augmented items over the global batches of `training_batches`.
+        """Return a loader of augmented items over the global batches of `Sampling.batches`.
 
         Accelerate gives each process its part of a batch. An item may depend on its `SampleIndex`, `hyp` and `seed`
         only. Raises `UserError` for options that do not suit the data.
@@ -184,10 +157,43 @@ class DataSet(ABC, Generic[S]):
     def evaluation_loader(self, split: S, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         """Return a loader over `batches`, a process's share of the evaluation. Nothing is random."""
 
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The classes by number. Raises `UserError`."""
+        return self.class_names(self.spec, self.options.single_cls)
+
+    def loader(self, items: Items, batches: GlobalBatches | Sequence[list[SampleIndex]]) -> DataLoader[Any]:
+        """Return a loader of `batches` of `items`, with at most one loader process per batch."""
+        workers = min(self.options.workers, len(batches))
+        if workers:
+            get_temp_dir()  # the folder of multiprocessing's sockets: loader processes share it and leave none
+            Image.preinit()  # Pillow's formats: loader processes should import nothing
+            Image.init()
+        return DataLoader(
+            items,
+            batch_sampler=batches,
+            num_workers=workers,
+            collate_fn=partial(collate_batch, self.collate),
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=workers > 0,
+            worker_init_fn=init_worker,
+        )
+
+    def documents(self, train: S, val: S) -> dict[str, str]:
+        """Return text files for the run folder by name, from which charts are drawn.
+
+        labels.csv has the number of images with each class, and of its instances, in both splits.
+        """
+        rows, count = [], len(self.names)
+        for split, (image, label) in (("train", train.instances()), ("val", val.instances())):
+            present = np.unique(image * count + label) % count
+            images, instances = (np.bincount(labels, minlength=count).tolist() for labels in (present, label))
+            rows += [(split, name, images[class_id], instances[class_id]) for class_id, name in self.names.items()]
+        return {"labels.csv": csv_text(("split", "class", "images", "instances"), rows)}
+
     def user_augmentations(self, named_by_user: bool = True) -> UserAugmentations:
         """Read the user's augmentations: see `read_augmentations`."""
-        classes = len(self.class_names(self.spec, self.options.single_cls))
-        return read_augmentations(self.options.augmentations, classes, named_by_user)
+        return read_augmentations(self.options.augmentations, len(self.names), named_by_user)
 
     def usable(self, name: str, sizes: np.ndarray, problems: Sequence[str]) -> np.ndarray:
         """Return which images have a size, bool (n,). Raises `UserError` for none, or with --strict for a problem."""
@@ -214,7 +220,7 @@ class DataSet(ABC, Generic[S]):
         log(*self.spec.warnings)
         train.report("train")
         val.report("val")
-        names = self.class_names(self.spec, self.options.single_cls)
+        names = self.names
         trained, validated = (np.bincount(split.instances().classes, minlength=len(names)) for split in (train, val))
         rising = ((names[class_id], trained[class_id]) for class_id in np.argsort(trained, kind="stable").tolist())
         texts = {
@@ -262,16 +268,6 @@ class DataSource:
 def data_source(data: str, import_path: str) -> DataSource:
     """Read what --data names for the class at `import_path`, as data.detection:DetectionData. Raises `UserError`."""
     return DataSource(read_data(data), class_named(import_path))
-
-
-def labels_text(names: Mapping[int, str], train: Split, val: Split) -> str:
-    """Return labels.csv: the number of images with each class, and of its instances, in both splits."""
-    rows = []
-    for split, (image, label) in (("train", train.instances()), ("val", val.instances())):
-        present = np.unique(image * len(names) + label) % len(names)
-        images, instances = (np.bincount(labels, minlength=len(names)).tolist() for labels in (present, label))
-        rows += [(split, name, images[class_id], instances[class_id]) for class_id, name in names.items()]
-    return csv_text(("split", "class", "images", "instances"), rows)
 
 
 def split_identity(images: Sequence[Path], labels: bytes) -> dict[str, str]:

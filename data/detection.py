@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,22 +20,11 @@ from data.augment import MOSAIC_PARTNERS, PADDING, Augmenter, Sample, letterbox
 from data.augmentations import UserAugmentations
 from data.cache import Images
 from data.data_yaml import DataSpec
-from data.dataset import (
-    DataOptions,
-    DataSet,
-    Item,
-    Items,
-    empty_pixels,
-    labels_text,
-    loader,
-    log_split,
-    split_identity,
-    stack_in_place,
-)
+from data.dataset import DataOptions, DataSet, Item, Items, empty_pixels, log_split, split_identity, stack_in_place
 from data.images import read_pixels, resize, resize_long_side
 from data.labels import BOXES, POLYGONS, Labels, RowRules, check_classes, label_name, load_labels
-from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator, training_batches
-from data.tiles import Windows, cut, in_file, training_windows
+from data.sampler import SampleIndex, evaluation_batches, images_in_use, item_generator
+from data.tiles import Tiles, Windows, cut, in_file, training_windows
 from utils.batch import PHOTOS, Batch, BoxSplit, ImageInfo, Instances, PathArray, PixelFormat, Placement, Subset
 from utils.config.hyperparameters import Augmentation, Recipe
 from utils.console import log
@@ -189,6 +179,7 @@ class DetectionSplit(BoxSplit):
     labels: Labels
     problems: tuple[str, ...] = ()
     windows: Windows | None = None  # that the images are, if they are parts of files
+    tiles: Tiles | None = None  # how an evaluation cuts the images
     sets: tuple[Subset, ...] = ()
     pixels: PixelFormat = PHOTOS
 
@@ -209,6 +200,11 @@ class DetectionSplit(BoxSplit):
             repeats = f" (each {samples / len(indices):.1f} times an epoch)" * (samples > len(indices))
             texts.append(f"{name} {len(indices):,} images, {100 * samples / len(self.images):.0f} %{repeats}")
         log("  " + "; ".join(texts) if texts else "")
+
+    @cached_property
+    def cut(self) -> Windows | None:
+        """The windows of an evaluation, and each whole image; None if images are not cut, or cut already."""
+        return cut(self.labels, self.tiles, with_whole=True) if self.tiles else None
 
     def side_lengths(self, imgsz: int) -> np.ndarray:
         sizes = self.labels.sizes
@@ -292,7 +288,8 @@ class DetectionData(DataSet[DetectionSplit]):
             windows = training_windows(labels, images, tiles)
             images, labels = images[windows.images], windows.labels
             ends = np.searchsorted(windows.images, ends)
-        return DetectionSplit(images, labels, problems, windows, subsets(specs, ends), pixels)
+            tiles = None
+        return DetectionSplit(images, labels, problems, windows, tiles, subsets(specs, ends), pixels)
 
     def _read(self, name: str, rules: RowRules) -> DetectionSplit:
         """Read and check a split that lists no data sets, or one data set of another split."""
@@ -327,13 +324,12 @@ class DetectionData(DataSet[DetectionSplit]):
             log(f"most images have at most {median:.0f} px and are enlarged: --imgsz {size} is faster")
 
     def documents(self, train: DetectionSplit, val: DetectionSplit) -> dict[str, str]:
-        """Return labels.csv, counts by class, and boxes.csv, a sample of the training boxes."""
-        names = self.class_names(self.spec, self.options.single_cls)
-        rows = train.labels.rows
+        """Return what `DataSet` does, and boxes.csv, a sample of the training boxes."""
+        rows, names = train.labels.rows, self.names
         listed = evenly_spaced(len(rows), LISTED_BOXES)
         boxes = [[names[int(rows[row, 0])], *(f"{value:.5g}" for value in rows[row, 1:].tolist())] for row in listed]
         columns = ("class", "x", "y", "width", "height")
-        return {"labels.csv": labels_text(names, train, val), "boxes.csv": csv_text(columns, boxes)}
+        return {**super().documents(train, val), "boxes.csv": csv_text(columns, boxes)}
 
     @classmethod
     def item(cls, image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
@@ -362,31 +358,24 @@ class DetectionData(DataSet[DetectionSplit]):
         options, augment = self.options, replace(hyp, mosaic=0.0) if self.options.rect else hyp
         partners = MOSAIC_PARTNERS + (MOSAIC_PARTNERS + 1) * (augment.mixup > 0)
         capacity = images_in_use(batch_size, options.workers) if augment.mosaic else 0
-        sizes, instances = split.labels.sizes, split.instances()
-        batches = training_batches(
-            options, instances, sizes, batch_size, seed, self.imgsz, self.stride, partners, split.sets
-        )
-        user, windows = self.user_augmentations(), split.windows
+        sizes, user, windows = split.labels.sizes, self.user_augmentations(), split.windows
+        batches = options.batches(split, sizes, batch_size, seed, self.imgsz, self.stride, partners)
         form: Any = {"reduced": True, "stretched": self.fit == "stretch", "windows": windows, "pixels": split.pixels}
         images = Images(split.images, sizes, self.imgsz, **form, cache=self.train_cache, capacity=capacity)
         items = self.training_items(images, split.labels, augment, seed, options, user, windows=windows)
-        return loader(items, batches, self.collate, self.options.workers)
+        return self.loader(items, batches)
 
     def evaluation_batches(self, split: DetectionSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         square = square or self.fit == "stretch"
-        if windows := self.cut(split):  # all of an image form one batch, which one process evaluates
+        if windows := split.cut:  # all of an image form one batch, which one process evaluates
             order = [SampleIndex(0, k, k, (self.imgsz, self.imgsz)) for k in range(len(windows.images))]
             return [list(batch) for _, batch in groupby(order, key=lambda sample: windows.images[sample.image])]
         return evaluation_batches(split.labels.sizes, batch_size, self.imgsz, self.stride, square)
 
     def evaluation_loader(self, split: DetectionSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
-        if windows := self.cut(split):
+        if windows := split.cut:
             split = replace(split, images=split.images[windows.images], labels=windows.labels, windows=windows)
         form: Any = {"smooth": True, "stretched": self.fit == "stretch", "windows": windows, "pixels": split.pixels}
         stored = Images(split.images, split.labels.sizes, self.imgsz, **form, cache=self.options.cache)
         items = self.evaluation_items(stored, split.labels, windows=windows)
-        return loader(items, batches, self.collate, self.options.workers)
-
-    def cut(self, split: DetectionSplit) -> Windows | None:
-        """Return the windows of an evaluation, and each whole image; None if images are not cut, or cut already."""
-        return cut(split.labels, self.spec.tiles, with_whole=True) if self.spec.tiles and not split.windows else None
+        return self.loader(items, batches)

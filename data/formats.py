@@ -70,12 +70,15 @@ VocObject = tuple[str, tuple[float, float, float, float], bool]  # name, box (le
 Problems = defaultdict[str, list[Any]]
 
 
-def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: Problems, which: Any) -> str:
+def box_row(label: int | None, box: Sequence[float], size: tuple[int, int], problems: Problems, which: Any) -> str:
     """Return a label row, `class x y width height` as shares of the image, cut at its edge; '' if nothing remains.
 
     Numbers have 6 significant digits, as in the published labels of COCO. The box is left, top, width, height in pixels
-    of an image of `size` (width, height); `which` names the annotation.
+    of an image of `size` (width, height); `which` names the annotation, whose class, if not known, is None.
     """
+    if label is None:
+        problems["boxes of categories that `names` or the file lacks"].append(which)
+        return ""
     x, y, width, height = box if len(box) == 4 and all(map(math.isfinite, box)) else (0, 0, 0, 0)
     if x < 0 or y < 0 or x + width > size[0] or y + height > size[1]:
         right, bottom = min(x + width, size[0]), min(y + height, size[1])
@@ -88,18 +91,10 @@ def box_row(label: int, box: Sequence[float], size: tuple[int, int], problems: P
     return f"{label} {' '.join(f'{share:.6g}' for share in shares)}\n"
 
 
-def image_rows(
-    objects: Iterable[tuple[int, int | None, Sequence[float]]], size: tuple[int, int], origin: str, problems: Problems
-) -> ImageRows:
-    """Return the rows of objects, each a number, a class (None if it is unknown), and a box as in `box_row`."""
-    rows = {}
-    for number, label, box in objects:
-        which = f"{origin} {number}"
-        if label is None:
-            problems["boxes of categories that `names` or the file lacks"].append(which)
-        elif row := box_row(label, box, size, problems, which):
-            rows[number] = row
-    return ImageRows("".join(rows.values()), size, origin, list(rows))
+def image_rows(rows: Iterable[tuple[Any, str]], size: tuple[int, int] | None, origin: str) -> ImageRows:
+    """Return the rows of an image, each after its object's id; empty ones are left out."""
+    numbered = [(number, row) for number, row in rows if row]
+    return ImageRows("".join(row for _, row in numbered), size, origin, [number for number, _ in numbered])
 
 
 @dataclass(frozen=True)
@@ -335,10 +330,9 @@ def _read_coco(annotated: AnnotatedImages, rules: RowRules, problems: Problems) 
     rows = {}
     for image in content.images:
         items, size = by_image.pop(image.id), sizes[image.id]
-        object_rows = [(_coco_row(item, labels, size, rules, problems), item.id) for item in items]
+        object_rows = [(item.id, _coco_row(item, labels, size, rules, problems)) for item in items]
         if path := paths.get(image.file_name):
-            ids = [annotation_id for row, annotation_id in object_rows if row]
-            rows[path] = ImageRows("".join(row for row, _ in object_rows), size, f"{annotated.file}: annotation", ids)
+            rows[path] = image_rows(object_rows, size, f"{annotated.file}: annotation")
     return rows
 
 
@@ -358,8 +352,8 @@ def _coco_row(
 ) -> str:
     which, label = f"annotation {item.id}", labels.get(item.category_id)
     fault = "of images without a width and height" if min(size) < 1 else "that are not four numbers" * (not item.bbox)
-    if label is None or fault:
-        problems[f"boxes {fault or 'of categories that `names` or the file lacks'}"].append(which)
+    if fault:
+        problems[f"boxes {fault}"].append(which)
         return ""
     row = box_row(label, item.bbox, size, problems, which)
     if not rules.outlines or not row:
@@ -428,9 +422,10 @@ def _read_voc(annotated: AnnotatedImages, rules: RowRules, problems: Problems) -
     numbers, images = {name: number for number, name in enumerate(annotated.names)}, {}
     for path, file in annotated.images.items():
         size, objects = read_voc(Path(file))
-        rows = [(number, numbers.get(name), box) for number, (name, box, _) in enumerate(objects, 1)]
-        rows = [row for row, (*_, is_difficult) in zip(rows, objects, strict=True) if not is_difficult]
-        images[path] = image_rows(rows, size, f"{file}: object", problems)
+        easy = [(number, name, box) for number, (name, box, is_difficult) in enumerate(objects, 1) if not is_difficult]
+        origin = f"{file}: object"
+        rows = [(n, box_row(numbers.get(name), box, size, problems, f"{origin} {n}")) for n, name, box in easy]
+        images[path] = image_rows(rows, size, origin)
     return images
 
 
@@ -490,17 +485,17 @@ def _read_visdrone(annotated: AnnotatedImages, rules: RowRules, problems: Proble
     """Read rows of left, top, width, height, score, category, ...; without ignored regions and the category others."""
     images, last = {}, min(VISDRONE_CLASSES, len(annotated.names))
     for path, file in annotated.images.items():
-        objects, size = [], (1, 1)
+        rows, size, origin = [], (1, 1), f"{file}, line"
         with suppress(Exception), Image.open(path) as opened:  # a damaged image is reported by the scan
             size = opened.size
         for number, line in enumerate(map(str.strip, read_text(file).split("\n")), 1):
             try:
                 *box, score, category = map(int, line.split(",")[:6]) if line else (0, 0, 0, 0, 0, 0)
                 if score and 1 <= category <= last:
-                    objects.append((number, category - 1, box))
+                    rows.append((number, box_row(category - 1, box, size, problems, f"{origin} {number}")))
             except ValueError:
-                problems["rows that are not VisDrone's"].append(f"{file}, line {number}")
-        images[path] = image_rows(objects, size, f"{file}, line", problems)._replace(size=None)
+                problems["rows that are not VisDrone's"].append(f"{origin} {number}")
+        images[path] = image_rows(rows, None, origin)
     return images
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from utils.batch import Instances, Subset
+from utils.batch import Instances, Split, Subset
 from utils.console import log
 
 # The first part of a generator's seed: what its numbers are for.
@@ -69,6 +69,16 @@ class Sampling:
         class_weights = 1 / np.maximum(np.bincount(instances.classes), 1)
         weights = np.bincount(instances.images, weights=class_weights[instances.classes], minlength=count)
         return weights / weights.sum()
+
+    def batches(
+        self, split: Split, sizes: np.ndarray, batch_size: int, seed: int, imgsz: int, stride: int, partners: int
+    ) -> GlobalBatches:
+        """Return the global batches for training; `partners` images of the epoch's order are mixed into each item."""
+        count, partners = len(sizes), 0 if self.rect else partners
+        scales = batch_sizes(imgsz, stride) if self.multi_scale else range(0)
+        weights = self.weights(split.instances(), count)
+        fixed = by_aspect(sizes, batch_size, imgsz, stride, pad=0.0) if self.rect else None
+        return GlobalBatches(count, batch_size, seed, (imgsz, imgsz), partners, scales, weights, fixed, split.sets)
 
     def report(self, instances: Instances, count: int, imgsz: int, stride: int) -> None:
         """Log what each flag that is on does to a split of `count` images."""
@@ -187,25 +197,6 @@ class GlobalBatches:
         unit = max(shape) * self.sizes.step
         height, width = (-(-side * size // unit) * self.sizes.step for side in shape)
         return height, width
-
-
-def training_batches(
-    sampling: Sampling,
-    instances: Instances,
-    image_sizes: np.ndarray,
-    batch_size: int,
-    seed: int,
-    imgsz: int,
-    stride: int,
-    partners: int,
-    sets: Sequence[Subset] = (),
-) -> GlobalBatches:
-    """Return the global batches for training; `partners` images of the epoch's order are mixed into each item."""
-    count, partners = len(image_sizes), 0 if sampling.rect else partners
-    sizes = batch_sizes(imgsz, stride) if sampling.multi_scale else range(0)
-    weights = sampling.weights(instances, count)
-    fixed = by_aspect(image_sizes, batch_size, imgsz, stride, pad=0.0) if sampling.rect else None
-    return GlobalBatches(count, batch_size, seed, (imgsz, imgsz), partners, sizes, weights, fixed, sets)
 
 
 def evaluation_batches(

@@ -22,10 +22,11 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from models.tasks.contract import Model
 from models.weights import EXPORTED_SUFFIXES, UNKNOWN, Origin, Weights, read_weights
@@ -35,11 +36,6 @@ from utils.errors import UserError, first_line
 from utils.files import read_regular, write_bytes
 
 EXPORT_FORMAT = "lockstep-export-1"
-SUFFIX_OF_FORMAT = {
-    **dict(zip(("onnx", "torchscript", "openvino", "ncnn", "tflite"), EXPORTED_SUFFIXES, strict=True)),
-    "coreml": ".mlpackage",  # run by a Mac only
-    "safetensors": SAFETENSORS_SUFFIX,  # read like weights, not run
-}
 FORMATS_OF_FLAG = {
     "int8": ("onnx", "openvino", "tflite"),
     **dict.fromkeys(("dynamic", "nms"), ("torchscript", "onnx", "openvino", "safetensors")),
@@ -154,7 +150,7 @@ class Exported(Model):
 
 def read_exported(path: Path) -> Exported:
     """Read an exported file. Raises `UserError` if it is damaged or not export.py's, or if its runtime is missing."""
-    read = next(reader for ending, reader in READERS.items() if path.name.endswith(ending))
+    (read,) = (form.read for form in FORMATS.values() if form.read and path.name.endswith(form.suffix))
     try:
         text, run = read(path)
     except ImportError as error:
@@ -189,11 +185,7 @@ def _read_torchscript(path: Path) -> tuple[str, Runner]:
     device = json.loads(text or "{}").get("device", "cpu")  # constants stay on the device that exported the file
     module.to(torch.empty(0, device=device).device)  # raises without such a device
 
-    def run(images: Tensor) -> Sequence[Tensor]:
-        outputs = module(images.to(device))
-        return (outputs,) if isinstance(outputs, Tensor) else outputs
-
-    return text, run
+    return text, lambda images: tree_leaves(module(images.to(device)))
 
 
 def _read_onnx(path: Path) -> tuple[str, Runner]:
@@ -249,10 +241,6 @@ def _read_tflite(path: Path) -> tuple[str, Runner]:
     return text, _numpy_runner(lambda images: (output for _, output in sorted(signature(**{source: images}).items())))
 
 
-_READ_FUNCTIONS = (_read_onnx, _read_torchscript, _read_openvino, _read_ncnn, _read_tflite)
-READERS = dict(zip(EXPORTED_SUFFIXES, _READ_FUNCTIONS, strict=True))
-
-
 # Writing
 
 
@@ -283,8 +271,7 @@ class ExportJob:
 
         metadata = self.metadata
         with torch.no_grad():
-            outputs = self.model(self.example)
-        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            outputs = tree_leaves(self.model(self.example))
         names = list((SUPPRESSED_NAMES if metadata.suppression else OUTPUT_NAMES)[: len(outputs)])
         settings: dict[str, Any] = {"input_names": [INPUT_NAME], "output_names": names}
         settings |= {"opset_version": self.opset, "verbose": self.verbose}
@@ -338,8 +325,8 @@ def _tidy(model: Any, metadata: ExportMetadata, outputs: Sequence[Tensor]) -> No
 
 
 def export_path(name: str, stem: Path) -> Path:
-    """Return the path of a format, a key of `WRITERS`. Raises `UserError` if it exists and is not an export of ours."""
-    path = stem.parent / (stem.name + SUFFIX_OF_FORMAT[name])
+    """Return the path of a format, a key of `FORMATS`. Raises `UserError` if it exists and is not an export of ours."""
+    path = stem.parent / (stem.name + FORMATS[name].suffix)
     marked = path / (COREML_FILE if name == "coreml" else FOLDER_FILE) if path.is_dir() else path
     if os.path.lexists(path) and not (marked.is_file() and b"lockstep-" in marked.read_bytes()):
         raise UserError(f"{path} exists, and export.py has not written it; rename it, or remove it")
@@ -351,7 +338,7 @@ def write(job: ExportJob, name: str, stem: Path) -> Path:
     path = export_path(name, stem)
     try:
         with nullcontext() if job.verbose else _suppressed_output():
-            WRITERS[name](job, path)
+            FORMATS[name].write(job, path)
     except UserError:
         raise
     except ImportError as error:
@@ -394,10 +381,7 @@ def _takes_any_size(traced: torch.jit.ScriptModule, job: ExportJob) -> bool:
     shape = (count + 1, channels, height + stride, width + 2 * stride)
     images = torch.rand(shape, generator=generator, device=job.example.device).to(job.example.dtype)
     try:
-        outputs, expected = traced(images), job.model(images)
-        if isinstance(outputs, Tensor):
-            return torch.equal(outputs, expected)
-        return all(map(torch.equal, outputs, expected))
+        return all(map(torch.equal, tree_leaves(traced(images)), tree_leaves(job.model(images))))
     except Exception:  # any layer may fail at a size that it was not traced with
         return False
 
@@ -440,17 +424,17 @@ def _write_openvino(job: ExportJob, path: Path) -> None:
 
         images = nncf.Dataset([batch.numpy() for batch in job.calibration()])
         model = nncf.quantize(model, images, subset_size=CALIBRATION_IMAGES)
-    part = path.with_name(f".{path.name}.part")
-    part.mkdir(parents=True, exist_ok=True)
-    try:
-        name = path.name.removesuffix(SUFFIX_OF_FORMAT["openvino"])
-        openvino.save_model(model, str(part / f"{name}.xml"), compress_to_fp16=job.metadata.half)
-        (part / FOLDER_FILE).write_text(job.metadata.text(), encoding="utf-8")
-        path.mkdir(exist_ok=True)  # an earlier export, perhaps with the user's files
-        for file in part.iterdir():
-            file.replace(path / file.name)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with TemporaryDirectory() as folder:
+        file = Path(folder, f"{path.name.removesuffix(FORMATS['openvino'].suffix)}.xml")
+        openvino.save_model(model, str(file), compress_to_fp16=job.metadata.half)
+        _write_folder(path, [file, file.with_suffix(".bin")], job.metadata)
+
+
+def _write_folder(path: Path, files: Iterable[Path], metadata: ExportMetadata) -> None:
+    """Write copies of files, and the metadata, into a folder: a new one, or an earlier export's, maybe with others."""
+    for file in files:
+        write_bytes(path / file.name, file.read_bytes())
+    write_bytes(path / FOLDER_FILE, metadata.text().encode())
 
 
 def _write_ncnn(job: ExportJob, path: Path) -> None:
@@ -462,10 +446,7 @@ def _write_ncnn(job: ExportJob, path: Path) -> None:
         torch.jit.save(torch.jit.trace(job.program().module(), job.example, check_trace=False), f"{folder}/model.pt")
         command = [pnnx.EXEC_PATH, "model.pt", f"inputshape=[{shape}]f32", "fp16=0"]
         subprocess.run(command, cwd=folder, check=True, capture_output=not job.verbose)
-        path.mkdir(exist_ok=True)
-        for name in ("model.ncnn.param", "model.ncnn.bin"):
-            write_bytes(path / name, Path(folder, name).read_bytes())
-    write_bytes(path / FOLDER_FILE, job.metadata.text().encode())
+        _write_folder(path, [Path(folder, f"model.ncnn.{part}") for part in ("param", "bin")], job.metadata)
 
 
 def _write_tflite(job: ExportJob, path: Path) -> None:
@@ -521,12 +502,20 @@ def _write_safetensors(job: ExportJob, path: Path) -> None:
     write_bytes(path, as_safetensors(content))
 
 
-WRITERS: dict[str, Callable[[ExportJob, Path], None]] = {
-    "torchscript": _write_torchscript,
-    "onnx": _write_onnx,
-    "openvino": _write_openvino,
-    "ncnn": _write_ncnn,
-    "tflite": _write_tflite,
-    "coreml": _write_coreml,
-    "safetensors": _write_safetensors,
+class Format(NamedTuple):
+    """A format: what the names of its files end with, and how they are written and, unless others run them, read."""
+
+    suffix: str
+    write: Callable[[ExportJob, Path], None]
+    read: Callable[[Path], tuple[str, Runner]] | None = None
+
+
+FORMATS = {
+    "torchscript": Format(".torchscript", _write_torchscript, _read_torchscript),
+    "onnx": Format(".onnx", _write_onnx, _read_onnx),
+    "openvino": Format("_openvino_model", _write_openvino, _read_openvino),
+    "ncnn": Format("_ncnn_model", _write_ncnn, _read_ncnn),
+    "tflite": Format(".tflite", _write_tflite, _read_tflite),
+    "coreml": Format(".mlpackage", _write_coreml),  # run by a Mac only
+    "safetensors": Format(SAFETENSORS_SUFFIX, _write_safetensors),  # read like weights, not run
 }

@@ -266,50 +266,6 @@ def _block(count: int) -> dict[str, int]:
     return {**TILE, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, statistics: tuple[Tensor, Tensor, Tensor], momentum: float, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the SiLU of the normalised map, and its moments (2, c): mean and 1 / deviation.
-
-    Args:
-        x: (b, c, h, w) in channels_last
-        statistics: running mean and variance, and number of batches, which are updated
-    """
-    channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    sums, maps = plan(pixels, channels, SUM_PROGRAMS), plan(pixels, channels, MAP_PROGRAMS)
-    out, moments = torch.empty_like(x), x.new_empty((2, channels), dtype=torch.float32)
-    partial = moments.new_empty((2, channels, sums.parts * sums.fold))
-    _column_moments[sums.grid](x, partial, pixels, channels, sums.width, sums.tiles, sums.even, **TILE)
-    counts = (pixels, channels, sums.parts, sums.fold, sums.tiles * TILE_ROWS.value)
-    _channel_moments[(channels,)](partial, moments, *statistics, *counts, momentum, eps, **_block(partial.shape[2]))
-    layout = (pixels, channels, maps.width, maps.tiles)
-    _normalise[maps.grid](x, out, moments, weight, bias, *layout, maps.even, **TILE)
-    return out, moments
-
-
-def backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, bias: Tensor, moments: Tensor, for_input: bool
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of x, unless `for_input` is False, of weight and of bias.
-
-    Args:
-        gradient: of the output, in any layout; a slice of the channels of a channels_last map is not copied
-    """
-    channels, pixels = x.shape[1], x.numel() // x.shape[1]
-    sums, maps = plan(pixels, channels, SUM_PROGRAMS), plan(pixels, channels, MAP_PROGRAMS)
-    gradient, stride = _pixels(gradient)
-    layout, affine = (pixels, channels, sums.width, stride, stride * sums.fold), (moments, weight, bias)
-    tile = {"VECTOR": math.gcd(channels, stride, 8), **TILE}
-    out, gradients = torch.empty_like(x) if for_input else None, torch.empty_like(moments)
-    partial = moments.new_empty((2, channels, sums.parts * sums.fold))
-    count = partial.shape[2]
-    _column_gradients[sums.grid](x, gradient, partial, *affine, *layout, sums.tiles, sums.even, **tile)
-    _channel_gradients[(channels,)](partial, moments, gradients, channels, count, **_block(count))
-    if for_input:
-        _input_gradient[maps.grid](x, gradient, out, gradients, *affine, *layout, maps.tiles, maps.even, **tile)
-    return out, gradients[0], gradients[1]
-
-
 def _pixels(gradient: Tensor) -> tuple[Tensor, int]:
     """Return a gradient whose pixels are equally far apart, each with its channels side by side, and their distance."""
     _, channels, height, width = gradient.shape
@@ -324,23 +280,47 @@ def _pixels(gradient: Tensor) -> tuple[Tensor, int]:
 class FusedNormSiLU(torch.autograd.Function):
     """SiLU(BatchNorm(x)) by the statistics of x (Ioffe and Szegedy 2015, section 3), which `norm` also tracks.
 
-    With n the normalised x, y = weight n + bias and s = sigmoid(y), the gradient of y is
+    With n the normalised x, (b, c, h, w) in channels_last, y = weight n + bias and s = sigmoid(y), the gradient of y is
     g = gradient s (1 + y (1 - s)), and that of x is weight / deviation * (g - mean(g) - n mean(g n)).
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: Any) -> Tensor:
+        channels, pixels = x.shape[1], x.numel() // x.shape[1]
+        sums, maps = plan(pixels, channels, SUM_PROGRAMS), plan(pixels, channels, MAP_PROGRAMS)
+        out, moments = torch.empty_like(x), x.new_empty((2, channels), dtype=torch.float32)  # mean and 1 / deviation
+        partial = moments.new_empty((2, channels, sums.parts * sums.fold))
         statistics = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        counts = (pixels, channels, sums.parts, sums.fold, sums.tiles * TILE_ROWS.value)
+        block, layout = _block(partial.shape[2]), (pixels, channels, maps.width, maps.tiles)
         with torch.cuda.device_of(x):
-            out, moments = forward(x, weight, bias, statistics, norm.momentum, norm.eps)
+            _column_moments[sums.grid](x, partial, pixels, channels, sums.width, sums.tiles, sums.even, **TILE)
+            _channel_moments[(channels,)](partial, moments, *statistics, *counts, norm.momentum, norm.eps, **block)
+            _normalise[maps.grid](x, out, moments, weight, bias, *layout, maps.even, **TILE)
         ctx.save_for_backward(x, weight, bias, moments)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, if needed, of weight and of bias.
+
+        `gradient` may have any layout; a slice of the channels of a channels_last map is not copied.
+        """
         x, weight, bias, moments = ctx.saved_tensors
-        return *backward(gradient, x, weight, bias, moments, ctx.needs_input_grad[0]), None
+        channels, pixels = x.shape[1], x.numel() // x.shape[1]
+        sums, maps = plan(pixels, channels, SUM_PROGRAMS), plan(pixels, channels, MAP_PROGRAMS)
+        gradient, stride = _pixels(gradient)
+        layout = (pixels, channels, sums.width, stride, stride * sums.fold)
+        tile = {"VECTOR": math.gcd(channels, stride, 8), **TILE}
+        out, gradients = torch.empty_like(x) if ctx.needs_input_grad[0] else None, torch.empty_like(moments)
+        partial = moments.new_empty((2, channels, sums.parts * sums.fold))
+        affine, count = (moments, weight, bias), partial.shape[2]
+        _column_gradients[sums.grid](x, gradient, partial, *affine, *layout, sums.tiles, sums.even, **tile)
+        _channel_gradients[(channels,)](partial, moments, gradients, channels, count, **_block(count))
+        if out is not None:
+            _input_gradient[maps.grid](x, gradient, out, gradients, *affine, *layout, maps.tiles, maps.even, **tile)
+        return out, gradients[0], gradients[1], None
 
 
 @triton.jit

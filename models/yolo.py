@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from models import layers
 from models.heads.anchors import Detect, Segment
@@ -351,7 +352,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
         return count if count == outputs else math.ceil(count * yaml["width_multiple"] / multiple) * multiple
 
     def make(row: Row) -> nn.Module:
-        channels = [sum(x.shape[1] for x in _tensors(maps[j])) for j in row.sources]
+        channels = [sum(x.shape[1] for x in tree_leaves(maps[j])) for j in row.sources]
         repeats = max(round(row.number * yaml["depth_multiple"]), 1) if row.number > 1 else 1
         layer = make_layer(row, channels, repeats, scaled)
         for module in layer.modules():
@@ -364,7 +365,7 @@ def _build_layers(source: str, rows: list[Row], yaml: dict[str, Any], imgsz: int
             with torch.device("meta"), torch.no_grad():
                 draft = without_batchnorm(make(row).eval())  # BatchNorm must accept single values
                 maps[row.index] = draft(row.inputs(maps))
-            for shape in (x.shape for x in _tensors(maps[row.index]) if x.ndim == 4):
+            for shape in (x.shape for x in tree_leaves(maps[row.index]) if x.ndim == 4):
                 if len({*shape[2:]}) > 1 or shape[0] != 1:
                     raise ValueError(f"its map {list(shape)} is not one square map for a square image")
             drafts.append(draft)
@@ -408,11 +409,6 @@ def _naming(source: str, row: Row) -> Iterator[None]:
 def _stride(output: Any, side: int) -> float:
     """Return the stride in pixels of a layer's output for an image of `side` pixels; 1 if it is not a map."""
     return side / output.shape[2] if isinstance(output, Tensor) and output.ndim == 4 else 1.0
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """Return a tensor, or all tensors in nested lists, as a list."""
-    return [x for part in output for x in _tensors(part)] if isinstance(output, (list, tuple)) else [output]
 
 
 def _parse_activation(source: str, text: Any) -> Callable[[], nn.Module] | None:

@@ -71,7 +71,7 @@ def test_label_files(content: bytes) -> None:
         Image.new("RGB", (20, 20)).save(folder / "images/a.png")
         (folder / "labels/a.txt").write_bytes(content)
         labels = scan_image(folder / "images/a.png")
-    assert labels.size == ((20, 20) if len(labels.rows) or not labels.problems else (0, 0))
+    assert labels.sizes.tolist() == [[20, 20] if len(labels.rows) or not labels.problems else [0, 0]]
     classes, centres, sides = labels.rows[:, 0], labels.rows[:, 1:3], labels.rows[:, 3:]
     assert ((classes >= 0) & (classes == classes.round())).all()
     assert (abs(centres - 0.5) <= 0.5 + 2 * COORDINATE_TOLERANCE).all()

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 APPENDED = re.compile(
     r"results\.csv|speed\.csv|code\.diff|weights/epoch\d+\.pt|tensorboard/events\.out\.tfevents\.[^/]+|\.wandb\.json"
 )
+FAIL_SECONDS = 3.0  # time for each tracker before this process ends with an error
 FILE_SUFFIXES, FOLDERS = (".csv", ".txt", ".yaml", ".pt", ".json", ".jpg"), ("weights", "checkpoint")
 Job = Callable[[], object]
 Jobs = Mapping[Path, Job]  # path -> the function that writes it
@@ -303,7 +304,7 @@ class Run:
 
     def _fail_trackers(self) -> None:
         for tracker in self.trackers:
-            tracker.fail()
+            tracker.finish(FAIL_SECONDS, exit_code=1)
 
     def log_point(self, values: Mapping[str, Any], step: int) -> None:
         """Log values by key at an optimizer step, skipping None. The key "step" or "epoch" is their x axis."""

@@ -111,7 +111,7 @@ class DFineTask(BoxTask):
         """Return the loss of `model`; for an exported file every term is NaN."""
         if isinstance(model, DFine):
             return DFineCriterion(model, self.gains[: len(self.loss_names_of(model))])
-        return UnavailableCriterion(len(self.loss_names_of(model)))
+        return UnavailableCriterion()
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DFinePostprocess:
         """Return the conversion of outputs to boxes."""

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from data.cache import Images
 from data.data_yaml import DataSpec
-from data.dataset import DataSet, Item, Items, labels_text, loader, log_split, split_identity, stack_in_place
+from data.dataset import DataSet, Item, Items, log_split, split_identity, stack_in_place
 from data.images import read_image, resize_long_side
 from data.labels import label_name, load_labels
-from data.sampler import SampleIndex, evaluation_batches, item_generator, training_batches
+from data.sampler import SampleIndex, evaluation_batches, item_generator
 from utils.batch import Batch, Instances, Split
 from utils.config.hyperparameters import Recipe
 from utils.errors import UserError
@@ -109,9 +109,6 @@ class HeatmapData(DataSet[HeatmapSplit]):
         labels = [read_points(label_name(str(image)), len(self.spec.names)) for image in images]
         return HeatmapSplit(images, labels, scanned.sizes[readable], problems)
 
-    def documents(self, train: HeatmapSplit, val: HeatmapSplit) -> dict[str, str]:
-        return {"labels.csv": labels_text(self.spec.names, train, val)}
-
     @staticmethod
     def item(image: np.ndarray, name: str, sides: tuple[int, int], stride: int, full: bool = False) -> Item:
         height, width = image.shape[:2]
@@ -125,16 +122,14 @@ class HeatmapData(DataSet[HeatmapSplit]):
         return Batch(stack_in_place(images), torch.cat((numbers, torch.cat(targets)), 1), infos)
 
     def train_loader(self, split: HeatmapSplit, batch_size: int, hyp: Recipe, seed: int) -> DataLoader[Any]:
-        batches = training_batches(
-            self.options, split.instances(), split.sizes, batch_size, seed, self.imgsz, self.stride, partners=0
-        )
+        batches = self.options.batches(split, split.sizes, batch_size, seed, self.imgsz, self.stride, 0)
         images = Images(split.images, split.sizes, 0, cache=self.train_cache)
         items = KeypointItems(images, split, seed, getattr(hyp, "fliplr", 0.0))
-        return loader(items, batches, self.collate, self.options.workers)
+        return self.loader(items, batches)
 
     def evaluation_batches(self, split: HeatmapSplit, batch_size: int, square: bool) -> list[list[SampleIndex]]:
         return evaluation_batches(split.sizes, batch_size, self.imgsz, self.stride, square=True)
 
     def evaluation_loader(self, split: HeatmapSplit, batches: list[list[SampleIndex]]) -> DataLoader[Any]:
         images = Images(split.images, split.sizes, 0, cache=self.options.cache)
-        return loader(KeypointItems(images, split), batches, self.collate, self.options.workers)
+        return self.loader(KeypointItems(images, split), batches)

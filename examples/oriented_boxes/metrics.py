@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from models.tasks.contract import Prediction
 from models.tasks.metrics import (
     DetectionMetrics,
-    DrawnImage,
     ImageRecord,
     as_columns,
     drawn_image,
@@ -52,7 +51,7 @@ def labelled_boxes(prediction: OrientedPrediction) -> Tensor:
     return torch.from_numpy(smallest_boxes(outline * size for outline in prediction.label_outlines))
 
 
-def drawn_boxes(prediction: OrientedPrediction, labels: np.ndarray) -> DrawnImage:
+def drawn_boxes(prediction: OrientedPrediction, labels: np.ndarray) -> dict[str, Any]:
     """Return what is drawn of an image: the outlines of its labels, whose classes are (m,), and of its predictions."""
     true = np.stack([*prediction.label_outlines, np.zeros((4, 2))])[:-1] * prediction.size
     rows = np.concatenate((labels[:, None], true.min(1), true.max(1)), 1).astype(np.float32)

@@ -61,7 +61,7 @@ class OrientedTask(BoxTask):
         """Return the loss of `model`; for an exported file every term is NaN."""
         if isinstance(model.head, OrientedDetect):
             return OrientedCriterion(self.gains, model.head)
-        return UnavailableCriterion(len(LOSS_NAMES))
+        return UnavailableCriterion()
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> OrientedPostprocess:
         """Return the conversion of outputs to boxes."""

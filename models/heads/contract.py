@@ -278,11 +278,7 @@ class PaddedCriterion(BoxCriterion):
 
 
 class UnavailableCriterion(BoxCriterion):
-    """The loss of an exported file, which does not return raw outputs: every one of `count` terms is NaN."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
+    """The loss of an exported file, which returns no raw outputs, so that it is never called and every term is NaN."""
 
     def __call__(self, outputs: None, batch: Batch) -> LossTerms:
-        ones = torch.ones(self.count, 1)
-        return LossTerms(ones * torch.nan, ones, ones)
+        raise NotImplementedError

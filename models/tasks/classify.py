@@ -32,7 +32,6 @@ from models.tasks.contract import (
     View,
     device_constant,
     upcast_half,
-    weights_by_class,
 )
 from models.weights import architecture
 from models.yolo import build_model
@@ -305,8 +304,6 @@ class ClassificationTask(Task):
 
     def __init__(self, names: Mapping[int, str], hyp: ClassificationRecipe, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
-        self.label_smoothing = label_smoothing
-        self.class_weights = weights_by_class(names, hyp.class_weights)
         if hyp.mixup + hyp.cutmix > 1:
             raise UserError(
                 f"mixup {hyp.mixup:g} and cutmix {hyp.cutmix:g} are probabilities, and an image gets at most one "

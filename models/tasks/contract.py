@@ -327,8 +327,12 @@ class Task(ABC):
     official_weights: ClassVar[str] = r"(?!)"  # regular expression for the names of release files
 
     def __init__(self, names: Mapping[int, str], hyp: Recipe, label_smoothing: float = 0.0) -> None:
-        """Store the class names, by number. Raises `UserError` if they or the hyperparameters do not suit the task."""
-        self.names = dict(names)
+        """Store the class names, by number, the smoothing, and the key `class_weights` of hyperparameters that have it.
+
+        Raises `UserError` if names or hyperparameters do not suit the task.
+        """
+        self.names, self.label_smoothing = dict(names), label_smoothing
+        self.class_weights = weights_by_class(names, getattr(hyp, "class_weights", {}))
         for name in names.values():
             if re.search(r"[\ud800-\udc7f\udd00-\udfff]", name):  # the others stand for bytes of a folder's name
                 raise UserError(f"the class name {quoted(name)} is not valid Unicode; correct it where it stands")

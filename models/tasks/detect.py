@@ -29,17 +29,7 @@ from models.heads.contract import (
 )
 from models.heads.dfl import DetectDFL
 from models.loading import head_prefix, head_tensors
-from models.tasks.contract import (
-    Criterion,
-    Image,
-    Model,
-    Postprocess,
-    Prediction,
-    Task,
-    Thresholds,
-    View,
-    weights_by_class,
-)
+from models.tasks.contract import Criterion, Image, Model, Postprocess, Prediction, Task, Thresholds, View
 from models.tasks.metrics import DETECTION_METRICS, DetectionMetrics
 from models.tasks.predictions import DetectionPrediction
 from models.yolo import YoloModel, build_model, detection_head
@@ -78,34 +68,35 @@ class Detections(NamedTuple):
     """The k detections of an image, in falling confidence."""
 
     boxes: Tensor  # float32 (k, 6): xyxy in pixels of the batch, confidence, class
-    extra: Tensor  # float32 (k, extra): outputs after the class scores
+    extra: Tensor  # (k, extra): outputs after the class scores; of a `SuppressedView` the number of its row
     view: Tensor  # int64 (k,): number of the view that each detection comes from
 
 
 @torch.no_grad()
-def detect(views: Sequence[BoxView], thresholds: Thresholds) -> list[Detections]:
+def detect(views: Sequence[DetectionView], thresholds: Thresholds) -> list[Detections]:
     """Return the detections of each image, which do not depend on the other images.
 
     A box counts for every class whose objectness x score exceeds `conf_thres`. Among boxes of the same class that
     overlap by more than `iou_thres`, in any views, the most confident one remains. There is no time limit. If views
-    have different numbers of extra outputs, shorter rows are padded with zeros.
+    have different numbers of extra outputs, shorter rows are padded with zeros. A `SuppressedView` is the only view.
     """
-    width = max(view.num_extra for view in views)
     detected: list[Detections] = []
-    for group in zip(*(view.candidates(thresholds.conf_thres) for view in views), strict=True):
+    if isinstance(suppressed := views[0], SuppressedView):
+        for detections, count in zip(suppressed.detections, suppressed.counts.tolist(), strict=True):
+            rows = detections[: int(count)]
+            is_allowed = (rows[:, 4] > thresholds.conf_thres) & _of_classes(rows[:, 5], thresholds)
+            row = is_allowed.nonzero()[: thresholds.max_det]
+            detected.append(Detections(rows[row[:, 0]], row, torch.zeros_like(row[:, 0])))
+        return detected
+    box_views = cast("Sequence[BoxView]", views)
+    width = max(view.num_extra for view in box_views)
+    for group in zip(*(view.candidates(thresholds.conf_thres) for view in box_views), strict=True):
         scores, image = torch.cat([part.scores for part in group]), torch.cat([part.image for part in group])
         extra = torch.cat([functional.pad(part.extra, (0, width - part.extra.shape[1])) for part in group])
         view = torch.cat([part.image.new_full((len(part.image),), number) for number, part in enumerate(group)])
         boxes, row, counts = suppress(Candidates(group[0].images, image, scores, extra), thresholds)
         detected += map(Detections, *(torch.split(column, counts) for column in (boxes, extra[row], view[row])))
     return detected
-
-
-def allowed_rows(view: SuppressedView, thresholds: Thresholds) -> list[Tensor]:
-    """Return the rows of each image's detections that the thresholds allow, int64 (k,)."""
-    detections = [image[: int(count)] for image, count in zip(view.detections, view.counts.tolist(), strict=True)]
-    allowed = [(image[:, 4] > thresholds.conf_thres) & _of_classes(image[:, 5], thresholds) for image in detections]
-    return [mask.nonzero()[: thresholds.max_det, 0] for mask in allowed]
 
 
 def suppress(candidates: Candidates, thresholds: Thresholds) -> tuple[Tensor, Tensor, list[int]]:
@@ -259,14 +250,9 @@ class DetectionPostprocess(Postprocess):
         return [*views]
 
     def __call__(self, views: Sequence[View], batch: Batch) -> list[DetectionPrediction]:
-        """Return the detections of each image. The boxes of all views, of one or several models, suppress each other; a
-        `SuppressedView` is always the only view."""
-        if isinstance(view := views[0], SuppressedView):
-            rows = allowed_rows(view, self.thresholds)
-            detections = [image[allowed] for image, allowed in zip(view.detections, rows, strict=True)]
-        else:
-            detections = [image.boxes for image in detect(cast("Sequence[BoxView]", views), self.thresholds)]
-        return box_predictions(detections, batch, self.names, self.thresholds)
+        """Return the detections of each image. The boxes of all views, of one or more models, suppress each other."""
+        detected = detect(cast("Sequence[DetectionView]", views), self.thresholds)
+        return box_predictions([image.boxes for image in detected], batch, self.names, self.thresholds)
 
 
 # Modules of exported files
@@ -395,8 +381,7 @@ class DetectionTask(BoxTask):
 
     def __init__(self, names: Mapping[int, str], hyp: Hyperparameters, label_smoothing: float = 0.0) -> None:
         super().__init__(names, hyp, label_smoothing)
-        self.hyp, self.label_smoothing = hyp, label_smoothing
-        self.class_weights = weights_by_class(names, hyp.class_weights)
+        self.hyp = hyp
         self.anchors = round(hyp.anchors)  # number of anchors per level to search for; 0 keeps the YAML's anchors
 
     @classmethod
@@ -437,7 +422,7 @@ class DetectionTask(BoxTask):
     def criterion(self, model: Model) -> Criterion:
         """Return the loss of `model`, as its head defines it; for an exported file every term is NaN."""
         if model.head is None:
-            return UnavailableCriterion(len(self.loss_names_of(model)))
+            return UnavailableCriterion()
         return require_head(model).criterion(self.hyp, self.label_smoothing, model.imgsz, self.class_weights)
 
     def postprocess(self, model: Model, thresholds: Thresholds) -> DetectionPostprocess:

@@ -48,18 +48,6 @@ NO_NUMBERS, NO_PAIRS = np.zeros(0, np.float32), np.zeros((0, 2), np.int32)
 # Records of images
 
 
-class DrawnImage(NamedTuple):
-    """Labels and confident detections of an image to draw, in pixels of the file, see `drawn_image`."""
-
-    path: str
-    size: tuple[int, int]  # width and height of the file's image, pixels
-    labels: np.ndarray  # float32 (m, 5): class, xyxy
-    predictions: np.ndarray  # float32 (k, 6): xyxy, confidence, class, in falling confidence
-    # Points (p, 2) of each label and each prediction, if they are not upright boxes; these then surround them.
-    label_outlines: Sequence[np.ndarray] = ()
-    prediction_outlines: Sequence[np.ndarray] = ()
-
-
 class ImageRecord(NamedTuple):
     """The contribution of one image with k detections, in falling confidence, and m labels.
 
@@ -73,7 +61,7 @@ class ImageRecord(NamedTuple):
     overlap: np.ndarray = NO_NUMBERS  # (k,) overlap with the label that the detection is matched to, 0 without one
     rival_overlap: np.ndarray = NO_NUMBERS  # (k,) largest overlap of a more confident detection with that label
     paired: np.ndarray = NO_PAIRS  # (p, 2) class of a label and of the detection paired with it
-    drawn: DrawnImage | None = None  # None if the image is not drawn
+    drawn: dict[str, Any] | None = None  # see `drawn_image`; None if the image is not drawn
 
 
 # Concatenated with the others, so that there is at least one record.
@@ -113,12 +101,25 @@ def drawn_image(
     predictions: np.ndarray,
     label_outlines: Sequence[np.ndarray] = (),
     prediction_outlines: Sequence[np.ndarray] = (),
-) -> DrawnImage:
-    """Return what is drawn of an image: its labels, and the confident ones of `predictions`, in any order."""
+) -> dict[str, Any]:
+    """Return what is drawn of an image, as plain values: its labels, then the confident ones of its predictions.
+
+    An object is its kind, class, confidence, box and outline x y x y ...; confidences fall.
+
+    Args:
+        size: width and height of the file's image, pixels
+        labels: (m, 5): class, xyxy in pixels of the file
+        predictions: (k, 6), in any order: xyxy, confidence, class
+        label_outlines, prediction_outlines: points (p, 2) of each, if they are not upright boxes
+    """
     confident = np.flatnonzero(predictions[:, 4] >= CONFIDENT_THRESHOLD)
     order = confident[np.argsort(-predictions[confident, 4], kind="stable")]
-    outlines = [prediction_outlines[k] for k in order] if prediction_outlines else ()
-    return DrawnImage(path, size, labels, predictions[order], label_outlines, outlines)
+    objects = [["label", int(label), None, box] for label, *box in labels.tolist()]
+    objects += [["prediction", int(label), score, box] for *box, score, label in predictions[order].tolist()]
+    outlines = [*(label_outlines or [NO_NUMBERS] * len(labels))]
+    outlines += [prediction_outlines[k] if prediction_outlines else NO_NUMBERS for k in order]
+    objects = [[*row, outline.ravel().tolist()] for row, outline in zip(objects, outlines, strict=True)]
+    return {"path": path, "size": list(size), "objects": objects}
 
 
 def image_records(
@@ -327,7 +328,7 @@ class DetectionMetrics(Metrics):
         evidence = {
             "scores": score_evidence,
             "confusion": sparse_counts(confusion_matrix(record_sets[0], len(self.names))),
-            "drawn": [{"image": image, **_plain(drawn)} for image, drawn in images],
+            "drawn": [{"image": image, **drawn} for image, drawn in images],
         }
         instances = sum(row[2] for row in tables[0])
         return Summary(
@@ -382,16 +383,6 @@ class DetectionMetrics(Metrics):
             name, size = Path(image["path"]).name, tuple(image["size"])
             examples.append(Example(name, image["image"], size, boxes["label"], boxes["prediction"]))
         return examples
-
-
-def _plain(drawn: DrawnImage) -> dict[str, Any]:
-    """Return an image to draw as plain values; an object is its kind, class, confidence, box and outline x y x y ..."""
-    objects = [["label", int(label), None, box] for label, *box in drawn.labels.tolist()]
-    objects += [["prediction", int(label), score, box] for *box, score, label in drawn.predictions.tolist()]
-    outlines = [*(drawn.label_outlines or [NO_NUMBERS] * len(drawn.labels)), *drawn.prediction_outlines]
-    outlines += [NO_NUMBERS] * (len(objects) - len(outlines))
-    objects = [[*row, outline.ravel().tolist()] for row, outline in zip(objects, outlines, strict=True)]
-    return {"path": drawn.path, "size": list(drawn.size), "objects": objects}
 
 
 def _class_rows(names: Sequence[str], evidence: Mapping[str, Any]) -> Iterator[list[Any]]:

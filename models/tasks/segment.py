@@ -22,7 +22,6 @@ from models.tasks.detect import (
     DetectionTask,
     SuppressedDetector,
     SuppressedView,
-    allowed_rows,
     boxes_in_files,
     detect,
 )
@@ -318,15 +317,12 @@ class SegmentationPostprocess(DetectionPostprocess):
     def _detect(self, views: Sequence[SegmentationView]) -> tuple[list[Tensor], list[Logits]]:
         """Return the detections of each image, (k, 6) in pixels of the batch, and their masks."""
         boxes, maps = zip(*views, strict=True)
-        if isinstance(suppressed := boxes[0], SuppressedView):
-            rows = allowed_rows(suppressed, self.thresholds)
-            detections = [image[allowed] for image, allowed in zip(suppressed.detections, rows, strict=True)]
-            return detections, [known_masks(image[allowed]) for image, allowed in zip(maps[0], rows, strict=True)]
-        detected = detect(boxes, self.thresholds)
-        logits = [
-            weighted_prototypes(image.extra, image.view, prototypes)
-            for image, *prototypes in zip(detected, *maps, strict=True)
-        ]
+        detected, logits = detect(boxes, self.thresholds), list[Logits]()
+        for (_, extra, view), *image_maps in zip(detected, *maps, strict=True):
+            if isinstance(boxes[0], SuppressedView):
+                logits.append(known_masks(image_maps[0][extra[:, 0]]))
+            else:
+                logits.append(weighted_prototypes(extra, view, image_maps))
         return [image.boxes for image in detected], logits
 
 
@@ -386,7 +382,7 @@ class SegmentationTask(DetectionTask):
 
     def criterion(self, model: Model) -> Criterion:
         if not isinstance(head := model.head, Segment):
-            return UnavailableCriterion(len(Segment.loss_names))
+            return UnavailableCriterion()
         hyp = scale_gains(self.hyp, head, model.imgsz)
         return SegmentationCriterion(hyp, head, self.label_smoothing, self.class_weights)
 

@@ -325,15 +325,10 @@ class SegmentationMetrics(DetectionMetrics):
         box_records = image_records([prediction.rows for prediction in instances], batch.infos, self.drawn)
         pairs = mask_pairs(instances, cast("SegmentationBatch", batch), box_records)
         mask_records = matched_by(pairs, [record._replace(drawn=None) for record in box_records])
-        records = []
-        for boxes, masks, prediction in zip(box_records, mask_records, instances, strict=True):
-            if drawn := boxes.drawn:
-                size, confident = np.array(drawn.size, np.float32), range(len(drawn.predictions))
-                label_outlines, outlines = (
-                    [(points * size).astype(np.int32) for points in fractions]
-                    for fractions in (prediction.label_outlines, prediction.outlines_of(confident))
-                )
-                drawn = drawn._replace(label_outlines=label_outlines, prediction_outlines=outlines)
-                boxes = boxes._replace(drawn=drawn)
-            records.append((boxes, masks))
-        return records
+        for record, prediction in zip(box_records, instances, strict=True):
+            objects = record.drawn["objects"] if record.drawn else []
+            confident = range([kind for kind, *_ in objects].count("prediction"))
+            outlines = [*prediction.label_outlines, *prediction.outlines_of(confident)] if objects else []
+            for row, points in zip(objects, outlines, strict=True):
+                row[-1] = (points * np.array(prediction.size, np.float32)).astype(np.int32).ravel().tolist()
+        return list(zip(box_records, mask_records, strict=True))

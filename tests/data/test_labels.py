@@ -53,7 +53,7 @@ def images(tmp_path: Path) -> list[Path]:
 
 def mark_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a scan of an image return the problem `scanned`."""
-    monkeypatch.setattr(labels, "scan_image", lambda *_: labels.Scan(problems=["scanned"]))
+    monkeypatch.setattr(labels, "scan_image", lambda *_: Labels.of_image((0, 0), problems=["scanned"]))
 
 
 # Rows
@@ -109,9 +109,9 @@ def test_a_label_file_that_cannot_be_used_leaves_its_image_out(images: list[Path
         file.mkdir()
     else:
         file.write_bytes(content)
-    size, rows, problems, _ = scan_image(images[2])
-    assert (size, len(rows)) == ((0, 0), 0)
-    assert all(problem.startswith(str(file)) for problem in problems)
+    scanned = scan_image(images[2])
+    assert (scanned.sizes.tolist(), len(scanned.rows)) == ([[0, 0]], 0)
+    assert all(problem.startswith(str(file)) for problem in scanned.problems)
 
 
 def test_a_pipe_is_left_out_without_waiting(images: list[Path]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import pickle
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,6 @@ from data.sampler import (
     batch_shape,
     evaluation_batches,
     item_generator,
-    training_batches,
 )
 from utils.batch import Instances, Subset
 
@@ -31,6 +32,11 @@ def epoch_of(batches: GlobalBatches, epoch: int) -> list[list[SampleIndex]]:
     """Return the batches of an epoch."""
     batches.set_epoch(epoch)
     return list(batches)
+
+
+def split_of(*sets: Subset) -> Any:
+    """Return a split with the labels INSTANCES, of several data sets."""
+    return SimpleNamespace(instances=lambda: INSTANCES, sets=sets)
 
 
 def images(batches: list[list[SampleIndex]]) -> list[int]:
@@ -62,7 +68,7 @@ def test_an_epoch_holds_every_image_once_and_fills_up_from_its_start(
 
 def test_two_data_sets_of_ten_to_one_by_equal_shares() -> None:
     sets = (Subset("day", range(100), 55), Subset("night", range(100, 110), 55))
-    batches = training_batches(Sampling(), INSTANCES, np.full((110, 2), 64, np.int32), 11, 3, 64, 32, 3, sets)
+    batches = Sampling().batches(split_of(*sets), np.full((110, 2), 64, np.int32), 11, 3, 64, 32, 3)
     epochs = [epoch_of(batches, epoch) for epoch in range(3)]
     for epoch in epochs:
         counts = np.bincount(images(epoch), minlength=110)
@@ -115,7 +121,7 @@ INSTANCES = Instances(np.array([0, 0, 1, 2, 2, 2, 4]), np.array([0, 1, 0, 0, 0, 
 
 def test_rectangular_batches_have_images_of_like_aspect() -> None:
     def rectangular(batch_size: int) -> list[list[SampleIndex]]:
-        return epoch_of(training_batches(Sampling(rect=True), INSTANCES, SIZES, batch_size, 0, 128, 32, partners=7), 0)
+        return epoch_of(Sampling(rect=True).batches(split_of(), SIZES, batch_size, 0, 128, 32, partners=7), 0)
 
     assert images(rectangular(4)) == images(evaluation_batches(SIZES, 4, 128, 32, square=False)) == ORDER
     # 3/4 of 128 are 96; 4/5 of 128 are 102.4, rounded up to 128
@@ -153,7 +159,7 @@ SAMPLINGS = (
 
 def batches_of(sampling: Sampling, batch_size: int = 4, seed: int = 7) -> GlobalBatches:
     """Five images at 128 pixels."""
-    return training_batches(sampling, INSTANCES, SIZES[:5], batch_size, seed, 128, 32, partners=7)
+    return sampling.batches(split_of(), SIZES[:5], batch_size, seed, 128, 32, partners=7)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

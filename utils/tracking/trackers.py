@@ -24,7 +24,6 @@ from utils.user_code import imported
 WANDB, TENSORBOARD = "wandb", "tensorboard"
 STEP, EPOCH = "step", "epoch"  # the two axes: optimizer steps since the start of the run, and its epochs
 START_SECONDS = 120.0  # how long `tracker` waits for the run to start
-FAIL_SECONDS = 3.0  # time to close the run before this process ends with an error
 FINISH_SECONDS = 60.0  # time to send the rest at the end of a run
 MODULES = {TENSORBOARD: "torch.utils.tensorboard"}  # imported for a tracker, if not the package of its name
 NAME_ARGUMENTS = {"mlflow": "run_name", "clearml": "task_name", "trackio": "name"}  # for the name of the run
@@ -79,10 +78,6 @@ class Tracker(GeneralTracker):
         patience = min(patience, self.finish_seconds)
         if not self._background.finish(patience) and not exit_code:
             log(f"warning: {self.title} has not ended after {patience:.0f} s; {self.unsent}")
-
-    def fail(self) -> None:
-        """Close the run of a process that ends with an error."""
-        self.finish(FAIL_SECONDS, exit_code=1)
 
     # In the thread
 

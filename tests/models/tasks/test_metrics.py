@@ -331,7 +331,7 @@ def test_evidence_survives_a_state_file() -> None:
     """Saved as tensors and plain values; a path may contain any bytes."""
     with torch.inference_mode():
         records = [
-            one._replace(drawn=one.drawn._replace(path="/data/\udcff.jpg")) if one.drawn else one
+            one._replace(drawn={**one.drawn, "path": "/data/\udcff.jpg"}) if one.drawn else one
             for one in drawn_images()
         ]
         summary = METRICS.summarise(records)

@@ -12,7 +12,6 @@ import pytest
 from tests.making import noise, write_image
 from tests.wandb_files import read, runs
 from utils.summary import Box, Example
-from utils.tracking import trackers
 from utils.tracking.wandb import WandbTracker, example_images, has_key, picture_table
 
 wandb = pytest.importorskip("wandb")
@@ -48,11 +47,10 @@ def test_nothing_is_logged_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "FAIL_SECONDS", 60.0)  # on a busy machine W&B may take more than 3 s
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = WandbTracker(tmp_path, "p", "abc", "train")
     tracker.store_init_configuration({})
-    tracker.fail()
+    tracker.finish(60.0, exit_code=1)  # on a busy machine W&B may take more than 3 s
     wandb.teardown()  # its service may write the end of the file a moment later
     (file,) = runs(tmp_path)
     assert read(file).code == 1
