@@ -147,4 +147,6 @@ def test_detections_are_in_pixels_of_the_image(learned: Path, drawn: Path) -> No
     result = predictor(image[:96], tile=96)
     windows = [predictor(image[:96, x : x + 96]).array + np.array((x, 0, x, 0, 0, 0)) for x in (0, 77, 104)]
     distances = [np.abs(rows[:, None] - result.array).max(2).min(0, initial=np.inf) for rows in windows]
-    assert (np.min(distances, 0) < 0.1).mean() > 0.7  # the others are the whole image's
+    found = np.min(distances, 0) < 0.1  # the others are the whole image's
+    for side in (result.array[:, 2] < 96, result.array[:, 0] >= 96):
+        assert found[side][:8].mean() >= 0.5  # of the most confident ones
