@@ -124,7 +124,7 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
 
     Runs get their own cache folder, must end with `code`, or with 1 or 2 if `fails`, and leave no process behind.
     launcher: the command before the script, by default python. plots: with pictures, which take longer than such a run.
-    variables: of the environment.
+    variables: of the environment; None removes one.
     """
     cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
 
@@ -135,10 +135,11 @@ def run_script(tmp_path_factory: pytest.TempPathFactory) -> RunScript:
         code: int = 0,
         launcher: Sequence[str] = (sys.executable,),
         plots: bool = False,
-        **variables: str,
+        **variables: str | None,
     ) -> str:
         quick = [] if plots or script not in ("train.py", "val.py") else ["--noplots"]
-        environment, folder = {**os.environ, **cache, **variables}, tmp_path_factory.mktemp("printed")
+        given, folder = {**os.environ, **cache, **variables}, tmp_path_factory.mktemp("printed")
+        environment = {name: value for name, value in given.items() if value is not None}
         ended, printed, left = processes.run_script(script, [*flags, *quick], launcher, environment, folder)
         assert ended in ((1, 2) if fails else (code,)), printed
         assert not left, printed

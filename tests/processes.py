@@ -1,7 +1,8 @@
 """Run scripts, and functions on several processes.
 
-To import torch takes longer than most of the runs here, so scripts and the processes of `on_processes` are forked from
-a server that has imported them: not on a machine with a GPU, and not with another number of threads than the server's.
+To import torch takes longer than most of the runs here, so scripts, the processes that they start by --processes, and
+those of `on_processes` are forked from a server that has imported what they need: not on a machine with a GPU, and not
+with another number of threads than the server's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ from utils.files import ROOT
 MARK = "LOCKSTEP_TEST"  # launchers start sessions and groups of their own, but keep the environment
 RUN_SECONDS = 900
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload([__name__])
+# What most trainings import after their start
+LATER = ["torch._dynamo", "torch.distributed.fsdp", "torchvision", "models.tasks.detect", "data.detection"]
+FORKED.set_forkserver_preload([*LATER, __name__])
 AT_IMPORT = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")}
 
 
@@ -63,7 +66,7 @@ def run_script(
     """
     words, variables = [str(ROOT / script), *map(str, flags)], {**variables, MARK: str(folder)}
     outputs = [folder / "stdout", folder / "stderr"]
-    if tuple(launcher) == (sys.executable,) and (ROOT / script).parent == ROOT and can_fork(variables):
+    if tuple(launcher) == (sys.executable,) and ROOT in (ROOT / script).parents and can_fork(variables):
         process = FORKED.Process(target=_become_script, args=(words, variables, outputs))
         process.start()
         process.join(RUN_SECONDS)
@@ -92,14 +95,44 @@ def _become_script(words: Sequence[str], variables: Mapping[str, str], outputs: 
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(words[0]).parent))
     sys.argv = list(words)
     if fault := variables.get("FAULT"):
         plant(fault)
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        with _forking_too():
+            runpy.run_path(words[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+@contextmanager
+def _forking_too() -> Iterator[None]:
+    """Let a script fork the processes that it starts, from a server in its session, which it forks before it begins."""
+    server = forkserver.ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(util, "spawnv_passfds", _fork_server)
+        server.ensure_running()
+        patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        try:
+            with forking():
+                yield
+        finally:
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.waitpid(server._forkserver_pid, 0)  # type: ignore[attr-defined]
+
+
+def _fork_server(executable: str, words: Sequence[str], passed: Sequence[int]) -> int:
+    """Become what a new Python with these words would be, in a forked process; return its number."""
+    if process := os.fork():
+        return process
+    for number in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, resource_tracker.getfd(), *passed}:
+        with suppress(OSError):
+            os.close(number)
+    try:
+        exec(words[-1])
+    finally:
+        os._exit(0)
 
 
 def run_function(function: Callable[[], object], count: int) -> None:
@@ -110,22 +143,33 @@ def run_function(function: Callable[[], object], count: int) -> None:
 
 
 @contextmanager
-def forking() -> Iterator[tuple[str, dict[str, str]]]:
-    """Let `launch.spawn` fork its processes. Yields the method, and the variables that the server lacks."""
+def forking(printing: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
+    """Let `launch.spawn` fork its processes. Yields the method, and the variables that the server lacks.
+
+    printing: to where this process prints, not to where the server does.
+    """
     method = "forkserver" if can_fork(os.environ) else "spawn"
     variables = {name: value for name, value in os.environ.items() if name not in AT_IMPORT}
+    outputs = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2) if printing and method == "forkserver"]
     context = multiprocessing.get_context
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda name=None: context(method if name == "spawn" else name))
-        patch.setattr(launch, "_enter", functools.partial(_enter, variables))
+        patch.setattr(launch, "_enter", functools.partial(_enter, variables, outputs))
         yield method, variables
 
 
-def _enter(variables: Mapping[str, str], *arguments: Any) -> None:
-    parent = multiprocessing.parent_process()
-    os.getppid = lambda: parent.pid or 0 if parent else 0  # not the server
+def _enter(variables: Mapping[str, str], outputs: Sequence[str], *arguments: Any) -> None:
+    for number, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    os.getppid = _parent  # not the server
     os.environ.update(variables)
     launch._enter(*arguments)  # not patched here
+
+
+def _parent() -> int:
+    """Return the number of the process that has started this one, or 1 if it has ended."""
+    parent = multiprocessing.parent_process()
+    return parent.pid or 0 if parent and parent.is_alive() else 1
 
 
 def _alone(rank: int, function: Callable[[], object], variables: Mapping[str, str]) -> None:

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from utils.files import ROOT, read_yaml
 
 Train = Callable[..., str]
 SHAPES = {"WANDB_PROJECT": "shapes", "WANDB_RUN_GROUP": "small"}
-UNSET = ("env", "-u", "WANDB_MODE", sys.executable)  # the usual environment
+UNSET = {"WANDB_MODE": None}  # the usual environment
 KILL_IN_STEP_6 = planted("SIGKILL", "optimizer step", 6)
 PICTURES = [
     *("labels", "train_batch0", "train_batch1", "train_batch2", "val_batch0_labels", "val_batch0_pred", "results"),
@@ -77,7 +76,7 @@ def tracked(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Tracked:
     flags += " --upload-model --save-period 1 --upload-dataset --bbox-interval 1"
     variables = {"HOME": str(project), "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_NOTES": "why", **SHAPES}
     variables |= {"WANDB_TAGS": "one,two", "WANDB_NAME": "first"}
-    printed = train(project, *flags.split(), launcher=UNSET, plots=True, **variables)
+    printed = train(project, *flags.split(), plots=True, **variables, **UNSET)
     files = wandb_files.runs(project / "exp")[0].parent / "files"
     return Tracked(project / "exp", printed, only(project / "exp"), files, rows(project / "exp"))
 
@@ -262,7 +261,7 @@ def test_a_server_that_cannot_be_reached(answers: bool, train: Train, plain: Pat
             taken.listen(50)
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
         key = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "WANDB_INIT_TIMEOUT": "3"}
-        printed = train(tmp_path, "--profile", "1:2", launcher=UNSET, **key)
+        printed = train(tmp_path, "--profile", "1:2", **key, **UNSET)
     identical(tmp_path / "exp", plain)
     assert (tmp_path / "exp" / "profile" / "profile_0.json").is_file()
     assert printed.count("warning: W&B: ") == printed.count("wandb sync") == 1

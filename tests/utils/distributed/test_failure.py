@@ -188,7 +188,7 @@ def test_a_process_that_hangs_is_named(
     work: Callable[[Path], None], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with pytest.raises(SystemExit) as caught:
+    with forking(printing=True), pytest.raises(SystemExit) as caught:
         run_main(lambda: spawn(functools.partial(work, tmp_path), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()

@@ -376,7 +376,7 @@ def end_one(culprit: int, how: str) -> None:
     ("culprit", "how", "named"), [(-1, "error", "an error of process"), (2, "leaves", "process 2 on")]
 )
 def test_a_failed_run_prints_one_line(culprit: int, how: str, named: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
+    with forking(printing=True), pytest.raises(SystemExit) as caught:
         run_main(lambda: launch.spawn(partial(end_one, culprit, how), 3))
     assert caught.value.code == 1
     printed = capfd.readouterr()
