@@ -87,9 +87,6 @@ class WeightGradients:
                 layer.__class__ = OverlappedConv2d
                 layer.name, layer.gradients = f"{name}.weight", self
 
-    def start(self, layer: OverlappedConv2d, gradient: Callable[[], Tensor]) -> None:
-        self.started.append((layer.name, layer.weight, self.second.start(gradient)))
-
     def finish(self) -> list[str]:
         """Add the gradients to those of the weights, after a backward pass; return the weights' names."""
         # The last ones first: the second thread began with the first ones.
@@ -99,10 +96,7 @@ class WeightGradients:
             names[weight], sums[weight] = name, sums[weight] + gradient if weight in sums else gradient
         self.started.clear()
         for weight, total in sums.items():
-            if weight.grad is None:
-                weight.grad = total
-            else:
-                weight.grad += total
+            weight.grad = total if weight.grad is None else weight.grad + total
         return [*names.values()]
 
 
@@ -139,5 +133,5 @@ class _Convolution(torch.autograd.Function):
             return gradient
 
         needs_input_grad, inputs = ctx.needs_input_grad[0], [*tensors]
-        layer.gradients.start(layer, weight_gradient)
+        layer.gradients.started.append((layer.name, layer.weight, layer.gradients.second.start(weight_gradient)))
         return compute(*inputs, *form, [True, False, False])[0] if needs_input_grad else None, None, None
