@@ -57,7 +57,7 @@ class UnusableFile(Exception):
 
 
 class Stub:
-    """An inert replacement of an object in a pickle, with the object's state."""
+    """An inert replacement of an object in a pickle, with the object's state and the name of its class."""
 
     __slots__ = ("state",)
     class_path: ClassVar[str] = ""  # module and name of the class
@@ -149,11 +149,6 @@ _RESTRICTED_PICKLE = SimpleNamespace(
 # The content of an unpickled network
 
 
-def class_name(stub: Stub) -> str:
-    """Return the name of the class that a stub replaces."""
-    return stub.class_path.rpartition(".")[2]
-
-
 def is_module(value: object) -> TypeGuard[Stub]:
     """Return whether `value` is the stub of a torch module."""
     return isinstance(value, Stub) and isinstance(value.state.get("_modules"), dict)
@@ -163,7 +158,7 @@ def unwrap(content: Any) -> Any:
     """Return the network inside wrappers of YOLOv5 and torch. Raises `UnusableFile` for an ensemble of several."""
     if not isinstance(content, Stub):
         return content
-    kind, children = class_name(content), content.state.get("_modules") or {}
+    kind, children = type(content).__name__, content.state.get("_modules") or {}
     if kind == "Ensemble" and len(children) != 1:
         raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
     if kind in WRAPPERS:
@@ -176,11 +171,11 @@ def refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
     for child in network.state["_modules"].values():
         if is_module(child):
             refuse_old_release(yaml, child)
-    kind, act = class_name(network), network.state["_modules"].get("act")
+    kind, act = type(network).__name__, network.state["_modules"].get("act")
     is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
     if kind not in (*CONVOLUTIONS, "BottleneckCSP") or not isinstance(act, Stub) or is_named:
         return
-    if (name := class_name(act)) not in ("SiLU", "Identity"):
+    if (name := type(act).__name__) not in ("SiLU", "Identity"):
         reason = f"is from a YOLOv5 release before v5.0: its {kind} has {name}, and its YAML does not say so"
         raise UnusableFile(f"{reason}; {SUPPORTED_RELEASES}")
 
@@ -193,7 +188,7 @@ def state_dict(module: Stub, prefix: str = "") -> dict[str, Tensor]:
     fields_by_name = {**fields["_parameters"], **fields["_buffers"]}
     state = {prefix + name: x for name, x in fields_by_name.items() if isinstance(x, Tensor) and name not in not_saved}
     convolution = fields["_modules"].get("conv")
-    if class_name(module) in CONVOLUTIONS and "bn" not in fields["_modules"] and is_module(convolution):
+    if type(module).__name__ in CONVOLUTIONS and "bn" not in fields["_modules"] and is_module(convolution):
         bias = convolution.state["_parameters"].get("bias")
         if isinstance(bias, Tensor):
             ones = torch.ones(bias.shape)
