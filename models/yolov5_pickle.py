@@ -11,7 +11,6 @@ import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeGuard
 
@@ -102,11 +101,6 @@ def _refused(name: str) -> UnusableFile:
     return UnusableFile(f"was refused, and nothing in it was run: it names '{name}', {NEEDLESS}")
 
 
-@lru_cache(maxsize=1000)
-def _stub_class(class_path: str) -> type[Stub]:
-    return type(class_path.rpartition(".")[2], (Stub,), {"__slots__": (), "class_path": class_path})
-
-
 class _RestrictedUnpickler(pickle.Unpickler):
     """Resolves only names in the lists above. torch loads storages through `persistent_load`."""
 
@@ -121,7 +115,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
                 rebuild = _REBUILD[path]
                 return lambda *args: rebuild(*args)  # a new function, because BUILD can change its attributes
             if path in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
-                return _stub_class(path)
+                return type(name, (Stub,), {"__slots__": (), "class_path": path})
         raise _refused(path)
 
 
