@@ -121,11 +121,6 @@ class Weights:
         return (int(size), int(size)) if is_number(size) and size in IMGSZ else None
 
     @property
-    def task_yaml(self) -> dict[str, Any]:
-        """The model YAML with its `task`; the file must have a model."""
-        return {"task": self.task, **(self.model or {})}
-
-    @property
     def class_names(self) -> dict[int, str]:
         """The class names; the classes' numbers if the file has no names."""
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}

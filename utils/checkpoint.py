@@ -68,10 +68,7 @@ def is_safetensors(data: bytes) -> bool:
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a `.safetensors` file, and the rest, {} if another program wrote it.
-
-    Raises `safetensors.SafetensorError` if it is damaged.
-    """
+    """Return the tensors of a `.safetensors` file, and the rest, {} if another program wrote it. Raises SafetensorError."""
     import safetensors.torch
 
     state = safetensors.torch.load(data)

@@ -289,7 +289,7 @@ class TrainOptions:
     processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
     logical_processes: int = flag(
         0,
-        "emulate N processes (a power of two): equal bytes on 1 to N real ones",
+        "emulate N processes (a power of two): bitwise equal results on 1 to N real ones",
         "processes",
         Range(1, 1024),
         curve=True,
