@@ -68,7 +68,7 @@ def is_safetensors(data: bytes) -> bool:
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a `.safetensors` file, and the rest, {} if another program wrote it. Raises SafetensorError."""
+    """Return the tensors of a `.safetensors` file, and the rest, {} of other programs. Raises SafetensorError."""
     import safetensors.torch
 
     state = safetensors.torch.load(data)
