@@ -1,7 +1,7 @@
 """The command `lockstep` of `pip install .`: `lockstep train --data my.yaml` is `python train.py --data my.yaml`.
 
 The wheel has the repository's files in one folder, `lockstep`, so that no other package meets `data`, `models` or
-`utils`. The command runs a script there as Python does: with the script's folder first in `sys.path`.
+`utils`. The command runs a script there as `python -m` does in that folder, which is the first in `sys.path`.
 `python -m lockstep` is the same, for launchers.
 """
 
@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-SCRIPTS = ("train.py", "val.py", "detect.py", "export.py")
-MODULES = ("data.split", "utils.plots.pictures", "utils.repeat")  # which `python -m` runs in the repository
+FILES = ("train.py", "val.py", "detect.py", "export.py", "data.split", "utils.plots.pictures", "utils.repeat")
+NAMES = tuple(file.removesuffix(".py") for file in FILES)  # of scripts and other modules that `python -m` runs
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
   lockstep data.split my.yaml --val 0.2                 as python -m data.split
@@ -23,7 +23,7 @@ The flags of a command: lockstep train --help"""
 
 
 def main() -> None:
-    """Run the script or module that the first word of the command line names, with the other words as its flags."""
+    """Run the module that the first word of the command line names, with the other words as its flags."""
     sys.path.insert(0, str(ROOT))
     from utils.files import VERSION
 
@@ -35,16 +35,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
     )
-    names = (*(file.removesuffix(".py") for file in SCRIPTS), *MODULES)
-    parser.add_argument("command", choices=names, metavar="command", help=", ".join(names))
+    parser.add_argument("command", choices=NAMES, metavar="command", help=", ".join(NAMES))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
     given = parser.parse_args(sys.argv[1:] or ["--help"])
-    if (script := f"{given.command}.py") in SCRIPTS:
-        sys.argv = [str(ROOT / script), *given.flags]
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    else:
-        sys.argv[1:] = given.flags
-        runpy.run_module(given.command, run_name="__main__", alter_sys=True)
+    sys.argv[1:] = given.flags
+    runpy.run_module(given.command, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

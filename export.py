@@ -112,13 +112,8 @@ def prepare(
     model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
     per_class = min(options.topk_per_class, options.topk_all)
     limits = select(Thresholds, options, max_det=options.topk_all, max_det_per_class=per_class)
-    suppression = {
-        "conf_thres": limits.conf_thres,
-        "iou_thres": limits.iou_thres,
-        "most": limits.max_det,
-        "most_per_class": limits.max_det_per_class,
-        "agnostic": limits.agnostic_nms,
-    }
+    names_of_limits = ("conf_thres", "iou_thres", "topk_all", "topk_per_class", "agnostic_nms")
+    suppression = {name: getattr(options, name) for name in names_of_limits}
     module = task.export_module(model, limits if options.nms else None)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)

@@ -168,8 +168,7 @@ class Job(NamedTuple):
             saved: state of a resumed run
         """
         source = {"yaml": str(self.source.spec.file), **identity.splits}
-        run.files.write_problems([*data.train.problems, *data.val.problems])
-        run.files.write_settings(content)
+        run.files.write_inputs(content, [*data.train.problems, *data.val.problems])
         run.files.write_documents(data.set.documents(data.train, data.val))
         options, names = self.settings.options, list(self.task.names.values())
         run_log = RunLog(run, options, content["wandb_id"], data.val.display_image, names)

@@ -213,8 +213,7 @@ def validate(flags: Mapping[str, Any]) -> Evaluator:  # noqa: PLR0915 - one page
     log_rounding(size.sides, size.rounded(stride).sides, stride)
     members.first.compare_names(names, next(iter(members.files)))
     members.log_notes(options.half, half)
-    run.files.write_problems(split.problems)
-    run.files.write_settings({**vars(options), "imgsz": first.imgsz})
+    run.files.write_inputs({**vars(options), "imgsz": first.imgsz}, split.problems)
     run_log.start_validation(run, vars(options), members.first.settings)
     if not options.noplots:
         run.enable_plots()

@@ -179,12 +179,9 @@ class DataSpec:
 
 def hold_out(images: Sequence[Path], share: float, seed: int) -> set[Path]:
     """Return the images to validate with, one at least, never all: a hash of each name decides, so that few change."""
-
-    def order(path: Path) -> tuple[bytes, Path]:
-        return hashlib.sha256(os.fsencode(f"{seed}/{path.parent.name}/{path.name}")).digest(), path
-
+    names = {path: os.fsencode(f"{seed}/{path.parent.name}/{path.name}") for path in images}
     count = min(max(round(len(images) * share), 1), len(images) - 1)
-    return set(sorted(images, key=order)[:count])
+    return set(sorted(names, key=lambda path: (hashlib.sha256(names[path]).digest(), path))[:count])
 
 
 # The YAML

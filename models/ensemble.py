@@ -121,7 +121,8 @@ class Members:
 
     def refuse_flags(self, options: DataclassInstance, flags: Mapping[str, Any]) -> None:
         """Raise `UserError` for a flag, among `options` of a script, that the models cannot have: see `refusals`."""
-        task, yamls = self.entry.load(), [content.task_yaml for content in self.weights.values()]
+        task, weights = self.entry.load(), self.weights.values()
+        yamls = [{"task": content.task, **(content.model or {})} for content in weights]
         features = frozenset().union(*map(task.features_of, yamls))  # that one of the models has
         left_out = task.prediction.refused() if task.prediction else {}
         refuse_flags(options, flags, features, model_words(yamls[0]), left_out=left_out.items())

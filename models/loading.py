@@ -278,7 +278,7 @@ def starting_point(cfg: str, weights: str, saved_yaml: Mapping[str, Any] | None)
     if file is None or content is None or content.model is None:
         what = f"{weights} holds no model" if file else "no model is given"
         raise UserError(f"{what}; name one with --cfg, such as --cfg yolov5n.yaml")
-    yaml = content.task_yaml
+    yaml = {"task": content.task, **content.model}
     start = StartingPoint(TASKS[task_name(yaml, source)], yaml, source, from_yaml=False)
     return start.with_content(content, weights, file)
 

@@ -28,7 +28,6 @@ from models.yolov5_pickle import (
     NEEDLESS,
     Stub,
     UnusableFile,
-    class_name,
     is_module,
     plain_values,
     refuse_old_release,
@@ -78,10 +77,6 @@ class Origin:
         files = [{key: str(file.get(key, "")) for key in ("file", "sha256")} for file in content.get("origin") or ()]
         return cls(str(content.get("licence") or UNKNOWN), files)
 
-    def followed_by(self, file: str, sha256: str) -> Origin:
-        """Return the origin of weights that are made from `file`, whose own origin this is."""
-        return Origin(self.licence, [*self.files, {"file": file, "sha256": sha256}])
-
     def content(self) -> dict[str, Any]:
         """Return the entries that record the origin in a weight file, metadata and settings."""
         return {"licence": self.licence, "origin": [dict(file) for file in self.files]}
@@ -124,11 +119,6 @@ class Weights:
             return self.metadata.imgsz
         size = self.settings.get("imgsz")
         return (int(size), int(size)) if is_number(size) and size in IMGSZ else None
-
-    @property
-    def task_yaml(self) -> dict[str, Any]:
-        """The model YAML with its `task`; the file must have a model."""
-        return {"task": self.task, **(self.model or {})}
 
     @property
     def class_names(self) -> dict[int, str]:
@@ -182,7 +172,8 @@ def read_weights(path: str | Path, licence: str = "") -> Weights:
         origin = weights.origin
         if weights.source != "lockstep":
             origin = Origin(LICENCES.get(weights.source, licence or UNKNOWN))
-        origin = origin.followed_by(path.name, hashlib.sha256(data).hexdigest())
+        file = {"file": path.name, "sha256": hashlib.sha256(data).hexdigest()}
+        origin = replace(origin, files=[*origin.files, file])
         return replace(weights, state=_as_float32(weights.state), origin=origin)
     except UnusableFile as error:
         raise UserError(f"{path} {error}") from None
@@ -234,7 +225,7 @@ def _interpret(content: Any) -> Weights:
         raise UnusableFile("contains no model; give weights that train.py or YOLOv5 wrote")
     if network.class_path.startswith("ultralytics."):
         raise UnusableFile("is a model of ultralytics, such as YOLOv8 or yolov5nu, which is not read; nearest: v9-t.pt")
-    state, names, kind = state_dict(network), _numbered(network.state.get("names") or {}), class_name(network)
+    state, names, kind = state_dict(network), _numbered(network.state.get("names") or {}), type(network).__name__
     # Older detectors are of class `Model`, other programs' detectors of any class.
     fallback_task = kind if kind.endswith("Model") and kind != "Model" else DEFAULT_TASK
     task = next((name for name, entry in TASKS.items() if entry.yolov5_class == kind), fallback_task)
@@ -296,7 +287,7 @@ def _yolov5_yaml(network: Stub, state: Mapping[str, Tensor], classes: int) -> di
     layers = network.state["_modules"].get("model")
     last = next(reversed(layers.state["_modules"].values()), None) if is_module(layers) else None
     size = CLASSIFIER_SIZES.get(len(state.get("model.0.conv.weight", ())))
-    if not size or not is_module(last) or class_name(last) != "Classify":
+    if not size or not is_module(last) or type(last).__name__ != "Classify":
         return None
     return {**read_yaml(ROOT / "models" / f"yolov5{size}-cls.yaml"), "nc": classes}
 

@@ -11,7 +11,6 @@ import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, ClassVar, TypeGuard
 
@@ -57,7 +56,7 @@ class UnusableFile(Exception):
 
 
 class Stub:
-    """An inert replacement of an object in a pickle, with the object's state."""
+    """An inert replacement of an object in a pickle, with the object's state and the name of its class."""
 
     __slots__ = ("state",)
     class_path: ClassVar[str] = ""  # module and name of the class
@@ -102,11 +101,6 @@ def _refused(name: str) -> UnusableFile:
     return UnusableFile(f"was refused, and nothing in it was run: it names '{name}', {NEEDLESS}")
 
 
-@lru_cache(maxsize=1000)
-def _stub_class(class_path: str) -> type[Stub]:
-    return type(class_path.rpartition(".")[2], (Stub,), {"__slots__": (), "class_path": class_path})
-
-
 class _RestrictedUnpickler(pickle.Unpickler):
     """Resolves only names in the lists above. torch loads storages through `persistent_load`."""
 
@@ -121,7 +115,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
                 rebuild = _REBUILD[path]
                 return lambda *args: rebuild(*args)  # a new function, because BUILD can change its attributes
             if path in STUBS or any(f"{module}.".startswith(f"{allowed}.") for allowed in STUB_MODULES):
-                return _stub_class(path)
+                return type(name, (Stub,), {"__slots__": (), "class_path": path})
         raise _refused(path)
 
 
@@ -149,11 +143,6 @@ _RESTRICTED_PICKLE = SimpleNamespace(
 # The content of an unpickled network
 
 
-def class_name(stub: Stub) -> str:
-    """Return the name of the class that a stub replaces."""
-    return stub.class_path.rpartition(".")[2]
-
-
 def is_module(value: object) -> TypeGuard[Stub]:
     """Return whether `value` is the stub of a torch module."""
     return isinstance(value, Stub) and isinstance(value.state.get("_modules"), dict)
@@ -163,7 +152,7 @@ def unwrap(content: Any) -> Any:
     """Return the network inside wrappers of YOLOv5 and torch. Raises `UnusableFile` for an ensemble of several."""
     if not isinstance(content, Stub):
         return content
-    kind, children = class_name(content), content.state.get("_modules") or {}
+    kind, children = type(content).__name__, content.state.get("_modules") or {}
     if kind == "Ensemble" and len(children) != 1:
         raise UnusableFile(f"is an ensemble of {len(children)} networks; give the weights of one")
     if kind in WRAPPERS:
@@ -176,11 +165,11 @@ def refuse_old_release(yaml: Mapping[str, Any], network: Stub) -> None:
     for child in network.state["_modules"].values():
         if is_module(child):
             refuse_old_release(yaml, child)
-    kind, act = class_name(network), network.state["_modules"].get("act")
+    kind, act = type(network).__name__, network.state["_modules"].get("act")
     is_named = bool(yaml.get("activation")) and kind in CONVOLUTIONS
     if kind not in (*CONVOLUTIONS, "BottleneckCSP") or not isinstance(act, Stub) or is_named:
         return
-    if (name := class_name(act)) not in ("SiLU", "Identity"):
+    if (name := type(act).__name__) not in ("SiLU", "Identity"):
         reason = f"is from a YOLOv5 release before v5.0: its {kind} has {name}, and its YAML does not say so"
         raise UnusableFile(f"{reason}; {SUPPORTED_RELEASES}")
 
@@ -193,7 +182,7 @@ def state_dict(module: Stub, prefix: str = "") -> dict[str, Tensor]:
     fields_by_name = {**fields["_parameters"], **fields["_buffers"]}
     state = {prefix + name: x for name, x in fields_by_name.items() if isinstance(x, Tensor) and name not in not_saved}
     convolution = fields["_modules"].get("conv")
-    if class_name(module) in CONVOLUTIONS and "bn" not in fields["_modules"] and is_module(convolution):
+    if type(module).__name__ in CONVOLUTIONS and "bn" not in fields["_modules"] and is_module(convolution):
         bias = convolution.state["_parameters"].get("bias")
         if isinstance(bias, Tensor):
             ones = torch.ones(bias.shape)

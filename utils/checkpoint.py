@@ -68,13 +68,10 @@ def is_safetensors(data: bytes) -> bool:
 
 
 def read_safetensors(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a `.safetensors` file, and the rest, {} if another program wrote it. Raises ValueError."""
+    """Return the tensors of a `.safetensors` file, and the rest, {} of other programs. Raises SafetensorError."""
     import safetensors.torch
 
-    try:
-        state = safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise ValueError(str(error).removeprefix("Error while deserializing: ")) from None
+    state = safetensors.torch.load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return state, json.loads(header.get("__metadata__", {}).get(SAFETENSORS_KEY, "{}"))
 

@@ -70,16 +70,12 @@ class RunFolder:
         self._failed: dict[Path, Job] = {}
         self._warned: set[Path] = set()
 
-    def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Write settings.yaml: all settings, defaults included."""
+    def write_inputs(self, settings: Mapping[str, Any], problems: Sequence[str]) -> None:
+        """Write settings.yaml: all settings, defaults included; and problems.txt: what was left out of the data set."""
         text = yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True)
-        self.write_documents({SETTINGS_FILE: text})
-
-    def write_problems(self, problems: Sequence[str]) -> None:
-        """Write problems.txt, which says what was left out of the data set; remove it if there are no problems."""
-        if problems:
-            self.write_documents({"problems.txt": "".join(f"{public(problem)}\n" for problem in problems)})
-        elif self.is_main:
+        lines = "".join(f"{public(problem)}\n" for problem in problems)
+        self.write_documents({SETTINGS_FILE: text, **({"problems.txt": lines} if problems else {})})
+        if self.is_main and not problems:  # an earlier run may have had some
             (self.path / "problems.txt").unlink(missing_ok=True)
 
     def write_documents(self, documents: Mapping[str, str]) -> None:

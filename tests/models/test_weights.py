@@ -249,7 +249,10 @@ def test_allowed_licences(file: Path) -> None:
         Origin(licence).require(("MIT", "apache-2.0"))
     Origin("agpl-3.0").require(())
     read_weights(file, "bsd-3-clause").origin.require(("bsd-3-clause",))
-    for origin in (Origin("agpl-3.0").followed_by("yolov5n.pt", "4f180cf2" + 56 * "0"), read_weights(file).origin):
+    for origin in (
+        Origin("agpl-3.0", [{"file": "yolov5n.pt", "sha256": "4f180cf2" + 56 * "0"}]),
+        read_weights(file).origin,
+    ):
         with pytest.raises(UserError, match=r"yolov5n\.pt|unknown"):
             origin.require(("mit",))
 

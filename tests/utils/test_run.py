@@ -91,8 +91,7 @@ CONTENT: dict[str, Any] = {"yaml": {"task": "detect", "nc": 1}, "names": {0: "a"
 
 def fill(folder: RunFolder) -> None:
     """Call every method that writes."""
-    folder.write_settings({"names": ["ä", "b"], "epochs": 3})
-    folder.write_problems(["a.jpg is empty; left out", "b\udcff.jpg too"])
+    folder.write_inputs({"names": ["ä", "b"], "epochs": 3}, ["a.jpg is empty; left out", "b\udcff.jpg too"])
     folder.write_documents({"classes.csv": "a,b\n", "n\udcffmes.txt": "\udcff"})
     folder.append_row({"epoch": 0, "loss": 1 / 3, "mAP": None})
     folder.save_weights(["last.pt", "best.pt"], nn.Linear(2, 1), **CONTENT)
@@ -162,14 +161,14 @@ def test_a_resumed_run_restores_the_rows_of_its_state(tmp_path: Path) -> None:
     folder.append_row({"epoch": 0})
     folder.save_state({"format": STATE_FORMAT, "weights": torch.ones(3)})
     folder.append_row({"epoch": 1})
-    folder.write_problems(["of data that are better now"])
-    folder.write_problems([])
+    folder.write_inputs({}, ["of data that are better now"])
+    folder.write_inputs({}, [])
     folder.finish_writing()
     (tmp_path / "weights").mkdir()
     for name in (".results.csv-abc.part", "weights/.last.pt-abc.part", "notes.txt"):
         (tmp_path / name).touch()
     folder.restore_to_state(folder.read_state())
-    assert files(tmp_path) == {"results.csv", "notes.txt"}
+    assert files(tmp_path) == {"results.csv", "settings.yaml", "notes.txt"}
     assert (tmp_path / "results.csv").read_text() == "epoch\n0\n"
     folder.append_row({"epoch": 1})
     assert (tmp_path / "results.csv").read_text() == "epoch\n0\n1\n"

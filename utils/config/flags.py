@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -137,24 +137,20 @@ def profile_window(text: str) -> tuple[int, int]:
 
 
 def typed_values(
-    kind: type[DataclassInstance],
-    values: Mapping[str, Any],
-    named: Callable[[str], str],
-    known: Collection[str] | None = None,
+    kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return values by field name as the types of the fields of `kind`, or of those in `known`.
+    """Return values by field name as the types of the fields of `kind`.
 
     Raises `UserError`, in which `named` names a field, also for an unknown name and for a value in `REFUSED`.
     """
-    hints, result = typing.get_type_hints(kind), {}
-    known = kind.__dataclass_fields__ if known is None else known
+    hints, known, result = typing.get_type_hints(kind), kind.__dataclass_fields__, {}
     for key, value in values.items():
         for word in value if isinstance(value, (list, tuple)) else [value]:
             if instead := REFUSED.get(f"{key} {word}"):
                 raise UserError(f"{named(key)} {word} {instead}")
         if key not in known:
             raise UserError(f"{named(key)} is unknown{nearest(str(key), known)}; correct or remove it")
-        metadata = kind.__dataclass_fields__[key].metadata
+        metadata = known[key].metadata
         try:
             result[key] = typed(hints[key], metadata, value)
         except WRONG_VALUE:
@@ -233,15 +229,12 @@ BATCH, SIZES, TASK, CONF, IOU = ("batch",), ("img", "img-size"), ("task",), ("co
 DEVICE = partial(flag, "", "cpu, mps or CUDA devices such as 0,1 (a process each); '' takes the best", "processes")
 LAYERS = partial(flag, "", "Python file with your own layers, which the model may contain; it is executed", "model")
 TASK_FILE = partial(flag, "", "Python file or package with the model's task; it is executed", "model")
-ENSEMBLE = partial(flag, ("yolov5s.pt",), "files, run folders or hf:owner/name; several are an ensemble", "model")
 SIDES = partial(
     flag, (), "pixels: one number, or height and width; none: the checkpoint's or 640", within=IMGSZ, aliases=SIZES
 )
 CONF_THRES = partial(flag, text="confidence threshold", within=SHARE)
 IOU_THRES = partial(flag, text="IoU threshold of NMS", within=SHARE, needs="suppression")
 MAX_DET = partial(flag, text="maximum detections per image", group="predictions", within=Range(1), needs="detections")
-AUGMENT = partial(flag, False, "test-time augmentation: several sizes, mirrored", "predictions", needs="copies")
-HALF = partial(flag, False, "FP16 inference, on CUDA only", "model")
 PRECISION = partial(flag, "", "autocast; '' is the launch file's, else bf16 or fp16 on CUDA", choices=PRECISIONS)
 
 
@@ -350,7 +343,25 @@ class TrainOptions:
 
 
 @dataclass(frozen=True)
-class ValOptions:
+class InferenceOptions:
+    """The flags that val.py and detect.py share."""
+
+    weights: tuple[str, ...] = flag(
+        ("yolov5s.pt",), "files, run folders, hf:owner/name; several are an ensemble", "model"
+    )
+    layers: str = LAYERS()
+    augment: bool = flag(False, "test-time augmentation: several sizes, mirrored", "predictions", needs="copies")
+    device: str = DEVICE()
+    processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
+    save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
+    save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
+    half: bool = flag(False, "FP16 inference, on CUDA only", "model")
+    name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
+    exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")
+
+
+@dataclass(frozen=True)
+class ValOptions(InferenceOptions):
     """The flags of val.py."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -359,8 +370,6 @@ class ValOptions:
         "python val.py --weights best.pt --data my.yaml --task speed --batch-size 1",
     )
     data: str = flag("data/coco128.yaml", "data set: a YAML, a folder, or a file of annotations or images", "data")
-    weights: tuple[str, ...] = ENSEMBLE()
-    layers: str = LAYERS()
     task_file: str = TASK_FILE()
     batch_size: int = flag(32, "images per batch", "data", Range(1), aliases=BATCH)
     imgsz: int = flag(
@@ -370,9 +379,6 @@ class ValOptions:
     iou_thres: float = IOU_THRES(0.6, group="predictions", aliases=IOU)
     max_det: int = MAX_DET(300)
     task: str = flag("val", "split; speed: the time per image", "data", choices=("train", "val", "test", "speed"))
-    augment: bool = AUGMENT()
-    device: str = DEVICE()
-    processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
     dist_timeout: float = flag(1800.0, "seconds that processes wait for each other", "processes", Range(1, 1e6))
     workers: int = flag(8, "loader processes, at most one per CPU core", "data", NOT_NEGATIVE)
     single_cls: bool = flag(False, "treat all classes as one", "data")
@@ -384,21 +390,16 @@ class ValOptions:
     verbose: bool = flag(False, "a row per class, even if there are many", "console")
     quiet: bool = flag(False, "print only warnings and the row of all classes", "console")
     noplots: bool = flag(False, "write no pictures into the run folder", "saving")
-    save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
-    save_conf: bool = flag(False, "with --save-txt: add each detection's confidence", "saving")
     save_hybrid: bool = flag(False, "with --save-txt: labels, and detections without one", "saving", needs="boxes")
     save_json: bool = flag(False, "write COCO results, and compute COCO's metrics", "saving", needs="boxes")
     review: int = flag(0, "rank contradictions of labels and predictions; draw the first N", "saving", NOT_NEGATIVE)
     annotations: str = flag("", "COCO annotations; '' is the data set's annotations/*.json", "saving", needs="boxes")
-    half: bool = HALF()
     project: str = flag("runs/val", "folder in which run folders are made", "saving")
-    name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
-    exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")
     mixed_precision: str = PRECISION(group="model")
 
 
 @dataclass(frozen=True)
-class DetectOptions:
+class DetectOptions(InferenceOptions):
     """The flags of detect.py."""
 
     examples: ClassVar[tuple[str, ...]] = (
@@ -406,7 +407,6 @@ class DetectOptions:
         "python detect.py --weights best.pt --source film.mp4 --conf-thres 0.5",
         "python detect.py --weights best.pt --source 0 --view-img     # a camera",
     )
-    weights: tuple[str, ...] = ENSEMBLE()
     source: tuple[str, ...] = flag((), "files, folders, globs, lists, URLs, cameras, or rtsp://...", "images")
     data: str = flag("", "data set YAML with the class names; '' takes those inside --weights", "model")
     imgsz: tuple[int, ...] = SIDES(group="images")
@@ -415,32 +415,23 @@ class DetectOptions:
     max_det: int = MAX_DET(1000)
     batch_size: int = flag(1, "batch size, of consecutive images of one shape", "images", Range(1), aliases=BATCH)
     tile: int = flag(0, "size in pixels of windows to cut images into; 0: whole images", "images", Range(32, 2**14))
-    device: str = DEVICE()
-    processes: int = flag(0, "processes to start on this machine without a launcher", "processes", Range(1))
-    layers: str = LAYERS()
     task_file: str = TASK_FILE(aliases=TASK)
     view_img: bool = flag(False, "show the results in a window, if OpenCV and a display are available", "drawing")
-    save_txt: bool = flag(False, "write detections as labels/*.txt into the run folder", "saving")
     save_format: int = flag(0, "in labels: 0 is x y w h, 1 is pixels x y x y", "saving", Range(0, 1), needs="boxes")
     save_csv: bool = flag(False, "write detections into predictions.csv", "saving")
     save_json: bool = flag(False, "write detections as COCO's results into predictions.json", "saving", needs="boxes")
     annotations: str = flag("", "with --save-json: COCO file with the ids of images and classes", "saving")
-    save_conf: bool = flag(False, "with --save-txt: add the confidence", "saving")
     save_crop: bool = flag(False, "save each box's crop as crops/CLASS/*.jpg", "saving")
     retina_masks: bool = flag(False, "masks at the original image size; slower", "predictions", needs="masks")
     nosave: bool = flag(False, "write no pictures or videos", "saving")
     classes: tuple[str, ...] = flag((), "names or numbers of classes; none: all", "predictions", needs="detections")
     agnostic_nms: bool = flag(False, "class-agnostic NMS", "predictions", needs="suppression")
-    augment: bool = AUGMENT()
     track: str = flag("", "track objects", "predictions", choices=(*OBJECT_TRACKERS,), const="bytetrack", needs="boxes")
     project: str = flag("runs/detect", "folder in which run folders are made", "saving")
-    name: str = flag("exp", "name of the run folder; a number is added if it is taken", "saving")
-    exist_ok: bool = flag(False, "write into project/name if it is an earlier run's", "saving")
     line_thickness: int = flag(3, "line width of boxes in pixels; text follows it", "drawing", Range(1, 100))
     hide_labels: bool = flag(False, "draw boxes without names", "drawing")
     hide_conf: bool = flag(False, "draw names without confidences", "drawing")
     resume: str = flag("", "the newest unfinished run of --project, or a run folder", "saving", const=NEWEST)
-    half: bool = HALF()
     vid_stride: int = flag(1, "use every n-th frame of a video or stream", "images", Range(1))
     quiet: bool = flag(False, "print only warnings and the last line", "console")
 

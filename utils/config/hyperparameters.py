@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, TrainOptions, flags_of, typed_values
 from utils.console import log
-from utils.errors import UserError, plural
+from utils.errors import UserError, nearest, plural
 from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -103,11 +103,6 @@ class Recipe:
         if (factor := self.weights_factor(share)) != 1:
             log(f"learning rate times {factor:.2g}: the pretrained model has {share:.0%} of the classes and outputs")
 
-    @classmethod
-    def left_out(cls) -> frozenset[str]:
-        """Return the keys that a file may have although the task does not read them."""
-        return frozenset()
-
     def accumulation(self, batch_size: int) -> int:
         """Return the number of batches per optimizer step that comes nearest to `nbs` images."""
         return max(round(self.nbs / batch_size), 1)
@@ -119,7 +114,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Augmentation(Recipe):
-    """The keys of a task whose images are augmented like a detector's, whose files serve it too (`left_out`)."""
+    """The keys of a task whose images are augmented like a detector's, whose files serve it too."""
 
     hsv_h: float = number(0.015, SHARE)
     hsv_s: float = number(0.7, SHARE)
@@ -140,11 +135,6 @@ class Augmentation(Recipe):
         """Derive --close-mosaic, the number of final epochs that mix no images, from `mosaic_epochs`."""
         unmixed = round(epochs * (1 - self.mosaic_epochs))
         return {"close_mosaic": unmixed} if unmixed else {}
-
-    @classmethod
-    def left_out(cls) -> frozenset[str]:
-        """Return the keys of a detector that this task does not have."""
-        return keys_of(Hyperparameters) - keys_of(cls)
 
 
 @dataclass(frozen=True)
@@ -238,10 +228,10 @@ class Recipes(NamedTuple):
 def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] = NO_OVERRIDES) -> R:
     """Read and check a hyperparameter YAML as a `kind`; absent keys keep its defaults.
 
-    `defaults:` is left to `defaults_of_hyp`, and keys that `Recipe.left_out` names are ignored. Raises `UserError`.
+    `defaults:` is left to `defaults_of_hyp`, and an `Augmentation` ignores a detector's other keys. Raises `UserError`.
     """
     path = find_hyperparameters(name)
-    left_out = {DEFAULTS, *kind.left_out()}
+    left_out = {DEFAULTS, *(keys_of(Hyperparameters) - keys_of(kind) if issubclass(kind, Augmentation) else ())}
     values = {key: value for key, value in read_yaml(path).items() if key not in left_out}
     if (unknown := values.keys() - keys_of(kind)) and unknown <= keys_of(Hyperparameters):
         raise UserError(f"{path} is a detector's recipe: this task has no {min(unknown)}; give another --hyp, or auto")
@@ -259,9 +249,13 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
+    for key in values.keys() - {*known}:
+        raise UserError(
+            f"{source}: `{key}` under `defaults` is unknown{nearest(str(key), known)}; correct or remove it"
+        )
     if ":" in str(code := values.get("optimizer", "")):
         raise UserError(f"{source}: `optimizer: {code}` under `defaults` would import code; give --optimizer {code}")
-    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
+    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format)
 
 
 def find_hyperparameters(name: str) -> Path:

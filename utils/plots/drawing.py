@@ -24,7 +24,6 @@ FONT, MIN_FONT_SCALE = cv2.FONT_HERSHEY_SIMPLEX, 0.3  # letters of 22 pixels at 
 SCALE_PIXELS = 1000  # mean side of images whose text has a scale of 1
 MASK_OPACITY = 0.4
 DARK_TEXT_LUMA = 140  # text on a brighter background is black, else white
-COMPACT_PNG = (cv2.IMWRITE_PNG_COMPRESSION, 6, cv2.IMWRITE_PNG_STRATEGY, cv2.IMWRITE_PNG_STRATEGY_DEFAULT)
 COLOUR_BYTES = bytes.fromhex(
     "3643f4 f39621 50af4c 0098ff b0279c d4bc00 631ee9 485579 3bebff b5513f "
     "889600 39dccd c8aaff 000096 8b7d60 ffdc8c 00643c b4dcfa 6e143c c8c8c8"
@@ -197,14 +196,10 @@ def fit_text(text: str, width: int, scale: float) -> str:
     return shortened
 
 
-def write_picture(path: Path, picture: np.ndarray, jpeg_quality: int = 95, compact_png: bool = False) -> None:
-    """Write a picture in the format of the path's suffix, replacing the file atomically. Raises `UserError`.
-
-    `compact_png` compresses more slowly than OpenCV's default, to about a third of the size.
-    """
-    encoding = {".jpg": (cv2.IMWRITE_JPEG_QUALITY, jpeg_quality), ".png": COMPACT_PNG if compact_png else ()}
+def write_picture(path: Path, picture: np.ndarray, encoding: Sequence[int] = ()) -> None:
+    """Write a picture in the format of the path's suffix, replacing the file atomically. Raises `UserError`."""
     try:
-        encoded, content = cv2.imencode(path.suffix, picture, encoding.get(path.suffix, ()))
+        encoded, content = cv2.imencode(path.suffix, picture, encoding)
         if not encoded:
             raise ValueError(f"OpenCV cannot make a picture of the shape {picture.shape}")
         write_bytes(path, content.tobytes())

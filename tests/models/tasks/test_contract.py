@@ -63,7 +63,7 @@ def test_what_each_task_leaves_out() -> None:
 def test_flags_for_a_method_that_is_left_out_are_refused(flag: str, method: str) -> None:
     """At the start; and when it is called, as a task may not name the class."""
     entry = TaskEntry(f"{__name__}:CountingTask", "data.classification:ClassificationData", "Classify")
-    weights: Any = {"best.pt": SimpleNamespace(task_yaml={"task": "classify"})}
+    weights: Any = {"best.pt": SimpleNamespace(task="classify", model={})}
     members = Members({"best.pt": Path("best.pt")}, weights, entry)
     members.refuse_flags(ValOptions(), {flag: False})
     with pytest.raises(UserError, match=f"^--{flag.replace('_', '-')} "):
