@@ -203,7 +203,7 @@ def train_one_epoch(
         run.keep_alive("training step")
         batches_so_far = progress.epoch * batches + number
         with accelerator.accumulate(model.wrapped):
-            steps.begin(batches_so_far)
+            steps.schedule.apply(steps.optimizer, batches_so_far)  # no lr_scheduler: a resumed run needs no state of it
             terms = model.each(loss_terms, local_batches, options.seed + batches_so_far)
             losses = model.over_global_counts(terms)  # two processes have the gradient of one
             model.backward([criterion.objective(loss, step_images) for loss in losses])

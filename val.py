@@ -117,11 +117,9 @@ class Evaluator:
         return run.collectives.broadcast(replace(summary, losses=means, rate=bar.rate))
 
     @torch.inference_mode()
-    def _predict(
-        self, models: Sequence[Model], whole: Batch
-    ) -> tuple[Batch, list[Prediction], list[tuple[int, float, list[float]]]]:
+    def _predict(self, models: Sequence[Model], whole: Batch) -> tuple[Batch, list[Prediction], list[Any]]:
         """Return a batch, on the device unless it was too large, with its predictions, and the losses of its parts."""
-        predictions, losses, timer = list[Prediction](), list[tuple[int, float, list[float]]](), self.timer
+        predictions, losses, timer = list[Prediction](), list[Any](), self.timer
         for batch in (parts := whole.parts(self.batch_size)):
             with self.run.accelerator.autocast():
                 batch, views = self.inference.views(models, batch, timer)

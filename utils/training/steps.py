@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
@@ -46,8 +45,8 @@ class OptimizerSteps:
 
     The order of the calls, with two batches to a step; `finish`, `end_epoch` and `save` call `flush`:
 
-        batch 1: begin           -> add
-        batch 2: begin -> step   -> add -> finish (on a GPU counts the step before) [-> save, every --save-steps]
+        batch 1:                 add
+        batch 2:         step -> add -> finish (on a GPU counts the step before) [-> save, every --save-steps]
         end of epoch:    end_epoch (counts the last step) -> save -> next_epoch
     """
 
@@ -75,7 +74,6 @@ class OptimizerSteps:
         self.guard = NonFiniteGuard([state.loss_sums, *buffers])
         self.skipped_in_a_row = 0
         self.update_averages: Callable[[Tensor], object] = self._update_averages
-        self.averages: Callable[[], object] | None = None  # waits for the second thread, which updates the averages
         self.step_batches: StepBatches = []  # the batches since the last step
         self.ended: deque[EndedStep] = deque()
         self.points: deque[Point] = deque()  # points of the step curves that are not yet logged
@@ -97,11 +95,6 @@ class OptimizerSteps:
         if record:
             self.update_averages = RecordedCall(self._update_averages)
         return record_kernels(self.model, task, criterion, record)
-
-    def begin(self, batch: int) -> None:
-        """Set the rates of a batch, counted from the start of the run."""
-        self.wait_for_averages()  # the forward pass changes BatchNorm's statistics
-        self.schedule.apply(self.optimizer, batch)  # no lr_scheduler: a resumed run needs no state of it
 
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.
@@ -136,7 +129,6 @@ class OptimizerSteps:
         accumulated, progress.batch, progress.step = batches - progress.batch, batches, progress.step + 1
         self.update_averages(taken)
         if self.hashes:
-            self.wait_for_averages()
             self.hashes.finish(progress)
         batches_of_step, self.step_batches = self.step_batches, []
         self.ended.append(EndedStep(DeviceValue(taken), accumulated, progress.step, batches_of_step))
@@ -148,16 +140,8 @@ class OptimizerSteps:
 
     def _update_averages(self, taken: Tensor) -> None:
         self.guard.keep_if(taken)
-        if self.model.second:
-            self.averages = self.model.second.start(partial(self.ema.update, *self.model.copies, taken=taken))
-            return
         with gathered_parameters(self.model.parameters):
             self.ema.update(*self.model.copies, taken=taken)
-
-    def wait_for_averages(self) -> None:
-        if self.averages:
-            self.averages()
-            self.averages = None
 
     def flush(self, keep: int = 0) -> None:
         """Count and log all steps but the last `keep`. Raises `UserError` on every process if too many are skipped."""
@@ -179,7 +163,6 @@ class OptimizerSteps:
     def end_epoch(self) -> dict[str, float]:
         """Return the mean of each loss term over the epoch's batches, the same on every process; average statistics."""
         self.flush()
-        self.wait_for_averages()
         self.check_training()
         self.model.average_statistics(self.ema.replicas)
         means = self.model.sum(list(self.state.loss_sums)) / self.progress.taken
@@ -193,7 +176,6 @@ class OptimizerSteps:
     def save(self, keep_tensors: bool = True) -> None:
         """Save what --resume needs, of a finished run the counters only. All processes must call it together."""
         self.flush()
-        self.wait_for_averages()
         self.check_training()
         self.state.save(self.run.files.save_state, keep_tensors)
 

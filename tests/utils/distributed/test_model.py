@@ -90,7 +90,7 @@ def take_steps(folder: str, optimizer: str, precision: str, dropout: float, accu
     model.train()
     for number, local in enumerate(loader):
         with run.accelerator.accumulate(model.wrapped):
-            steps.begin(number)
+            steps.schedule.apply(steps.optimizer, number)
             batches: Any = [Batch(*batch) for batch in local]
             losses = model.each(lambda module, batch: batch.loss(module), batches, number)
             model.backward(losses)
