@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-FILES = ("train.py", "val.py", "detect.py", "export.py", "data.split", "utils.plots.pictures", "utils.repeat")
-NAMES = tuple(file.removesuffix(".py") for file in FILES)  # of scripts and other modules that `python -m` runs
+COMMANDS = ("train", "val", "detect", "export", "data.split", "utils.plots.pictures", "utils.repeat")  # modules
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
   lockstep data.split my.yaml --val 0.2                 as python -m data.split
@@ -35,7 +34,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
     )
-    parser.add_argument("command", choices=NAMES, metavar="command", help=", ".join(NAMES))
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help=", ".join(COMMANDS))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
     given = parser.parse_args(sys.argv[1:] or ["--help"])
     sys.argv[1:] = given.flags

@@ -112,8 +112,8 @@ def prepare(
     model = load_model(task, weights, max(size.sides), name, options.data or "its list of names")
     per_class = min(options.topk_per_class, options.topk_all)
     limits = select(Thresholds, options, max_det=options.topk_all, max_det_per_class=per_class)
-    names_of_limits = ("conf_thres", "iou_thres", "topk_all", "topk_per_class", "agnostic_nms")
-    suppression = {name: getattr(options, name) for name in names_of_limits}
+    limit_flags = ("conf_thres", "iou_thres", "topk_all", "topk_per_class", "agnostic_nms")
+    suppression = {name: getattr(options, name) for name in limit_flags}
     module = task.export_module(model, limits if options.nms else None)
     half = options.half and device.type == "cuda"
     (halve(module) if half else module).to(device).requires_grad_(False)

@@ -220,8 +220,11 @@ def as_pixels(image: Any, bgr: bool = False, pixels: PixelFormat = PHOTOS) -> np
 def prefetch(frames: Iterable[T], count: int = 4) -> Iterator[T]:
     """Yield the frames, read by a thread up to `count` frames ahead: decoding overlaps with inference."""
     iterator, end = iter(frames), object()
-    with ThreadPoolExecutor(1) as reader:
+    reader = ThreadPoolExecutor(1)
+    try:
         pending = deque(reader.submit(next, iterator, end) for _ in range(count))
         while (frame := pending.popleft().result()) is not end:
             pending.append(reader.submit(next, iterator, end))
             yield cast(T, frame)
+    finally:
+        reader.shutdown(cancel_futures=True)

@@ -124,8 +124,10 @@ class DistributedModel:
             self._backward_by_tree(objectives)
         else:  # DDP takes the mean over processes
             self.accelerator.backward(objectives[0] * self.accelerator.num_processes)
-        for name in self._weight_gradients.finish() if self._weight_gradients else ():
-            self._note_gradient(name)
+        if self._weight_gradients:
+            self._weight_gradients.finish()
+            for name in [name for name in self._unreached if self.model.get_parameter(name).grad is not None]:
+                self._note_gradient(name)
         check_reduced(self.wrapped, [*self._unreached])
 
     def _note_gradient(self, name: str, gradient: Tensor | None = None) -> None:

@@ -28,7 +28,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 SMALL_STEP = 2.5  # GFLOPs of the forward pass of a batch: yolov5n at 160 pixels, 8 images
-SAFE_MODULES = ("torch.", "models.", "utils.")  # whose modules keep nothing of a call: those of users may
+OWN_PACKAGES = ("torch.", "models.", "utils.")  # a user's module may store values that calls at the same time mix up
 
 
 def fix_threads(accelerator: Accelerator, model: nn.Module, gflops: float) -> None:
@@ -49,10 +49,9 @@ class SecondThread:
     def can_help(accelerator: Accelerator, model: nn.Module) -> bool:
         """Return whether all is computed by this process's threads, whose number the user has left to us."""
         is_plain = accelerator.distributed_type == DistributedType.NO and accelerator.device.type == "cpu"
-        is_plain &= accelerator.mixed_precision == "no"
+        is_plain &= accelerator.mixed_precision == "no" and not os.environ.get("OMP_NUM_THREADS")
         is_plain &= accelerator.state.dynamo_plugin.backend == DynamoBackend.NO
-        is_plain &= not os.environ.get("OMP_NUM_THREADS")
-        return is_plain and all(type(module).__module__.startswith(SAFE_MODULES) for module in model.modules())
+        return is_plain and all(type(module).__module__.startswith(OWN_PACKAGES) for module in model.modules())
 
     @classmethod
     def beside(cls, accelerator: Accelerator, model: nn.Module) -> SecondThread | None:
@@ -79,31 +78,29 @@ class WeightGradients:
 
     def __init__(self, model: nn.Module, second: SecondThread) -> None:
         self.second = second
-        self.started: list[tuple[str, Tensor, Callable[[], Tensor]]] = []
+        self.started: list[tuple[Tensor, Callable[[], Tensor]]] = []
         layer: Any
-        for name, layer in model.named_modules():
+        for layer in model.modules():
             is_plain = type(layer) is nn.Conv2d and layer.bias is None and layer.padding_mode == "zeros"
             if is_plain and layer.weight.requires_grad and not isinstance(layer.padding, str):
                 layer.__class__ = OverlappedConv2d
-                layer.name, layer.gradients = f"{name}.weight", self
+                layer.gradients = self
 
-    def finish(self) -> list[str]:
-        """Add the gradients to those of the weights, after a backward pass; return the weights' names."""
+    def finish(self) -> None:
+        """Add the gradients of a backward pass, which has ended, to `grad` of the weights."""
         # The last ones first: the second thread began with the first ones.
-        gradients = [gradient() for _, _, gradient in reversed(self.started)][::-1]
-        names, sums = dict[Tensor, str](), dict[Tensor, Tensor]()
-        for (name, weight, _), gradient in zip(self.started, gradients, strict=True):
-            names[weight], sums[weight] = name, sums[weight] + gradient if weight in sums else gradient
+        gradients = [gradient() for _, gradient in reversed(self.started)][::-1]
+        sums: dict[Tensor, Tensor] = {}
+        for (weight, _), gradient in zip(self.started, gradients, strict=True):
+            sums[weight] = sums[weight] + gradient if weight in sums else gradient
         self.started.clear()
         for weight, total in sums.items():
             weight.grad = total if weight.grad is None else weight.grad + total
-        return [*names.values()]
 
 
 class OverlappedConv2d(nn.Conv2d):
     """A convolution whose weight gets its gradient from `WeightGradients`."""
 
-    name: str  # of the weight
     gradients: WeightGradients
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,15 +120,14 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        layer, tensors = ctx.layer, [grad, *ctx.saved_tensors, None]
+        layer, inputs = ctx.layer, (grad, *ctx.saved_tensors, None)
         form = layer.stride, layer.padding, layer.dilation, False, (0, 0), layer.groups
-        compute = torch.ops.aten.convolution_backward.default
+        compute, tensors = torch.ops.aten.convolution_backward.default, [*inputs]
 
         def weight_gradient() -> Tensor:
             gradient: Tensor = compute(*tensors, *form, [False, True, False])[1]
             tensors.clear()  # the memory is needed before the pass ends
             return gradient
 
-        needs_input_grad, inputs = ctx.needs_input_grad[0], [*tensors]
-        layer.gradients.started.append((layer.name, layer.weight, layer.gradients.second.start(weight_gradient)))
-        return compute(*inputs, *form, [True, False, False])[0] if needs_input_grad else None, None, None
+        layer.gradients.started.append((layer.weight, layer.gradients.second.start(weight_gradient)))
+        return compute(*inputs, *form, [True, False, False])[0] if ctx.needs_input_grad[0] else None, None, None
