@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-COMMANDS = "train val detect export data.split utils.plots.pictures utils.repeat".split()  # modules
+COMMANDS = ("train", "val", "detect", "export", "data.split", "utils.plots.pictures", "utils.repeat")  # modules
 EXAMPLES = """examples:
   lockstep train --data my.yaml --weights yolov5n.pt    as python train.py
   lockstep data.split my.yaml --val 0.2                 as python -m data.split

@@ -121,13 +121,12 @@ class ExactBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
-        local_count = input.numel() / input.shape[1]
-        count: float | Tensor = local_count
+        count: float | Tensor = input.numel() / input.shape[1]
         mean, variance = _local_moments(input.detach())
         dtype = mean.dtype
         if self.total:
             mean, variance = mean.double(), variance.double()  # else the sums of squares would add an error
-            sums = [mean.new_full((1,), local_count), local_count * mean, local_count * (variance + mean**2)]
+            sums = [mean.new_tensor([count]), count * mean, count * (variance + mean**2)]
             total = self.total(torch.cat(sums))
             count = total[0]
             mean, square = (total[1:] / count).chunk(2)
@@ -135,7 +134,7 @@ class ExactBatchNorm(_BatchNorm):
         elif count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
-            self.num_batches_tracked += 1
+            self.num_batches_tracked.add_(1)
             momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
             self.running_mean.lerp_(mean.to(self.running_mean), momentum)
             self.running_var.lerp_((variance * (count / (count - 1))).to(self.running_var), momentum)
@@ -152,9 +151,7 @@ def _local_moments(input: Tensor) -> tuple[Tensor, Tensor]:
     # BatchNorm's own kernel, without running statistics, is four times as fast as torch.var_mean on the CPU.
     moments = torch.batch_norm_update_stats(values, None, None, 0.0)
     means, variances = (parts.view(-1, input.shape[1]) for parts in moments)
-    if len(means) == 1:
-        return means[0], variances[0]
-    between, mean = torch.var_mean(means, 0, correction=0)
+    mean, between = torch.batch_norm_update_stats(means, None, None, 0.0)
     return mean, variances.mean(0).add_(between)
 
 

@@ -222,6 +222,9 @@ class ModelEMA:
         # 1 - decay, written so that it is exact if it is small
         weight = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
         averages, live = self._floating(self.replicas), self._floating(models)
+        if weight.device.type == "cpu":  # in one pass: a third of the time
+            torch._foreach_lerp_(averages, live, float(weight))
+            return
         differences = torch._foreach_sub(live, averages)
         torch._foreach_mul_(differences, weight)
         torch._foreach_add_(averages, differences)
