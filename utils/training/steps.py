@@ -105,7 +105,7 @@ class OptimizerSteps:
         if self.hashes:
             self.hashes.add_gradients()
         norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, self.schedule.hyp.clip_norm)
-        if accelerator.scaler is None and isinstance(norm, Tensor) and norm.device.type == "cuda":
+        if accelerator.scaler is None and isinstance(norm, Tensor) and self.behind:
             return step_if(optimizer, norm.isfinite())  # not `if`: the host would wait for the GPU in each step
         finite = norm is None or math.isfinite(norm)
         if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must see the overflow
