@@ -62,11 +62,13 @@ def run_script(
 ) -> tuple[int | None, str, list[psutil.Process]]:
     """Run a script to its end; return its exit code, what it printed, and the processes that it has left behind.
 
+    launcher: () is python, but a script outside of the repository is forked too, so that it has nothing to import.
     folder: for what it prints; its name marks the processes.
     """
     words, variables = [str(ROOT / script), *map(str, flags)], {**variables, MARK: str(folder)}
     outputs = [folder / "stdout", folder / "stderr"]
-    if tuple(launcher) == (sys.executable,) and ROOT in (ROOT / script).parents and can_fork(variables):
+    is_ours, launcher = ROOT in (ROOT / script).parents or not launcher, tuple(launcher) or (sys.executable,)
+    if launcher == (sys.executable,) and is_ours and can_fork(variables):
         process = FORKED.Process(target=_become_script, args=(words, variables, outputs))
         process.start()
         process.join(RUN_SECONDS)
@@ -143,19 +145,26 @@ def run_function(function: Callable[[], object], count: int) -> None:
 
 
 @contextmanager
-def forking(printing: bool = False) -> Iterator[tuple[str, dict[str, str]]]:
-    """Let `launch.spawn` fork its processes. Yields the method, and the variables that the server lacks.
+def forking(printing: bool = False) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Let `launch.spawn` fork its processes. Yields the method, and the variables that they get.
 
     printing: to where this process prints, not to where the server does.
     """
     method = "forkserver" if can_fork(os.environ) else "spawn"
-    variables = {name: value for name, value in os.environ.items() if name not in AT_IMPORT}
+    variables = _Environment()
     outputs = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2) if printing and method == "forkserver"]
     context = multiprocessing.get_context
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda name=None: context(method if name == "spawn" else name))
         patch.setattr(launch, "_enter", functools.partial(_enter, variables, outputs))
         yield method, variables
+
+
+class _Environment(dict[str, str]):
+    """The variables that this process has when it starts another one, without those that are read at the import."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ({name: value for name, value in os.environ.items() if name not in AT_IMPORT},)
 
 
 def _enter(variables: Mapping[str, str], outputs: Sequence[str], *arguments: Any) -> None:

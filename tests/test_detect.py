@@ -703,7 +703,8 @@ def test_train_and_validate_from_python(small_data: Path, run_script: RunScript,
     cfg = write_yaml(tmp_path / "tiny.yaml", tiny_detector())
     names = {"data": str(small_data), "project": str(runs), "cfg": str(cfg)}
     program.write_text(PROGRAM.format(**names))
-    stopped, _ = run_script(str(program), PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1").split("interrupted\n")
+    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    stopped, _ = run_script(str(program), launcher=(), **variables).split("interrupted\n")
     assert "stopped by SIGINT in epoch 1, after batch " in stopped
     assert "--resume" in stopped
     assert sorted(path.name for path in runs.iterdir()) == ["exp", "exp2", "exp3"]

@@ -23,6 +23,7 @@ from data.data_yaml import read_data
 from data.labels import load_labels
 from models.yolo import build_model
 from tests.making import contents, tiny_detector, write_yaml
+from tests.processes import forking
 from utils.checkpoint import serialise, weights_content
 from utils.errors import UserError
 from utils.files import ROOT
@@ -74,10 +75,11 @@ def runs(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_several_processes_write_the_same_bytes(flags: dict[str, Any], runs: Path) -> None:
     """Batches of mixed shapes, and single images; a bad image is named."""
-    result = detect.run(**flags, batch_size=3, project=runs, name="two", processes=2)
+    with forking(printing=True):
+        result = detect.run(**flags, batch_size=3, project=runs, name="two", processes=2)
     assert (result["images"], "004b.jpg" in result["problems"][0]) == (25, True)
     assert files(runs / "two") == files(runs / "exp")
-    with pytest.raises(UserError, match="exit code 1"):
+    with forking(printing=True), pytest.raises(UserError, match="exit code 1"):
         detect.run(**{**flags, "save_json": False}, view_img=True, processes=2, project=runs)
 
 

@@ -198,7 +198,7 @@ def test_other_classes_photos_and_labels_are_refused(
     call_main: CallMain, flags: tuple[str, ...], train: Train, small_data: Path, tmp_path: Path
 ) -> None:
     """Files of the same names, in either split, moved to another folder."""
-    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
+    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
     data = data_yaml(shutil.copytree(small_data.with_suffix(""), tmp_path / "data"))
 
     def resume(*more: str) -> tuple[int, str]:

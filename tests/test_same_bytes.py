@@ -66,7 +66,7 @@ def test_killed_and_resumed_on_other_processes(
     train: Train, run_script: RunScript, alone: Path, tmp_path: Path
 ) -> None:
     """One, three and four processes: in an epoch, in a validation, in the next epoch."""
-    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
+    train(tmp_path, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
     resume = ("train.py", "--resume", "--project", str(tmp_path), "--processes")
     run_script(*resume, "3", **planted("SIGKILL", "validation batch", 1, rank=0), code=1)
     printed = run_script(*resume, "4")
@@ -96,7 +96,7 @@ def test_another_optimizer(name: str, train: Train, run_script: RunScript, tmp_p
         not_here("lion-pytorch")
     which = ("--optimizer", name, "--hyp.optimizer_args", "{betas: [0.9, 0.99]}", "--hyp.lr0", "0.001")
     assert f"choose lr0 for {name[-5:].lstrip(':')}" in " ".join(train(tmp_path / "alone", *which).split())
-    train(tmp_path, *which, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 2), code=-signal.SIGKILL)
+    train(tmp_path, *which, "--save-steps", "1", **planted("SIGKILL", "optimizer step", 3), code=-signal.SIGKILL)
     resume = ("train.py", "--resume", str(tmp_path / "exp"))
     assert "--optimizer is 'Adam'" in run_script(*resume, "--optimizer", "Adam", code=1)
     if ":" in name:

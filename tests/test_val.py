@@ -22,6 +22,7 @@ from models.weights import Weights
 from tests.conftest import OnProcesses, RunScript
 from tests.curves import untouched
 from tests.making import contents, noise, tiny_detector, write_image, write_yaml
+from tests.processes import forking
 from tests.whole_runs import opened_files
 from utils.checkpoint import serialise, weights_content
 from utils.config.flags import ValOptions
@@ -153,8 +154,9 @@ def test_a_review_on_two_processes(
 
 
 def test_each_data_set_has_the_scores_of_a_validation_of_it_alone(
-    learned: Path, small_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    learned: Path, small_data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     images = sorted((small_data.with_suffix("") / "images" / "val").iterdir())
     for name, chosen in (("day", images[:5]), ("night", images[5:])):
         (tmp_path / f"{name}.txt").write_text("".join(f"{image}\n" for image in chosen))
@@ -163,7 +165,8 @@ def test_each_data_set_has_the_scores_of_a_validation_of_it_alone(
         data = write_yaml(tmp_path / "data.yaml", {**read_yaml(small_data), "val": val})
         return run(data=data, weights=learned, imgsz=96, workers=0, device="cpu", project=tmp_path, **flags)
 
-    both = scores([{"path": str(tmp_path / f"{name}.txt")} for name in ("day", "night")], processes=2, batch_size=2)
+    with forking(printing=True):
+        both = scores([{"path": str(tmp_path / f"{name}.txt")} for name in ("day", "night")], processes=2, batch_size=2)
     assert [line.split()[:2] for line in capfd.readouterr().out.splitlines() if "night" in line][-1] == ["night", "3"]
     alone = scores(str(tmp_path / "night.txt"))
     for metric in ("precision", "recall", "mAP_0.5", "mAP_0.5:0.95"):

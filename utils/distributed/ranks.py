@@ -237,9 +237,9 @@ def shared_memory(size: Callable[[int], int]) -> Arena:
     It is a nameless file, which exists as long as any process has it open. Pages take memory only once they are
     written. All processes must make these calls in the same order.
     """
-    if in_use:
+    if in_use and size(available_bytes()) < size(2**60):
         gc.collect()  # loaders of an earlier run are in reference cycles
-    free = max(available_bytes() - sum(memory.size for memory in in_use), 0)
+    free = available_bytes()
     store, here, name = run_store(), ranks(), f"memory/{socket.gethostname()}/{next(_memory_calls)}"
     if store is None or here.local_world_size < 2 or not hasattr(os, "memfd_create"):
         memory = _new_memory(size(free // here.local_world_size))
@@ -293,10 +293,10 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes that this machine, or this container if it has fewer, can use without swapping."""
+    """Return the bytes that this machine, or its container if it has fewer, can use without swapping, but `in_use`."""
     available: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # there is no container, or it has no limit
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         available = min(available, limit - used + int(stat["inactive_file"]))
-    return available
+    return max(available - sum(memory.size for memory in in_use), 0)

@@ -44,7 +44,7 @@ GPU_PEAKS = {
     **{"L40S": (362, 183, 91.6), "L4": (121, 60.5, 30.3), "V100": (125, 15.7, 15.7), "T4": (65, 8.1, 8.1)},
     **{"RTX 4090": (165.2, 82.6, 82.6), "RTX 3090": (71, 35.6, 35.6)},
 }
-PEAK_SIDE, PEAK_TRIES = {"cuda": 8192, "cpu": 1024}, 5  # rows of the product that measures a peak; the best of tries
+PEAK_SIDE, PEAK_TRIES = {"cuda": 8192, "cpu": 512}, 5  # rows, per CPU thread, of a product that measures a peak
 TRAINING_FACTOR = 3  # operations of a training step's forward and backward pass, as multiples of the forward pass
 
 
@@ -200,16 +200,16 @@ def peak_flops(device: torch.device, precision: str) -> float:
         return 1e12 * known[0 if precision != "no" else 1 if torch.backends.cudnn.allow_tf32 else 2]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     side, on_cpu, seconds = PEAK_SIDE.get(device.type, 1024), device.type == "cpu", math.inf
-    shapes = (1, side, 32, side // 32), (side, side, 1, 1)
-    matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in shapes)
-    columns, weight = (matrix.to(memory_format=layout(device)) for matrix in matrices)
+    parts = torch.get_num_threads() if on_cpu else 1
+    sizes = (1, side, 32, parts * side // 32), (side, side, 1, 1)
+    columns, weight = (torch.ones(size, dtype=dtype, device=device).to(memory_format=layout(device)) for size in sizes)
     for _ in range(PEAK_TRIES):
         started_at = time.perf_counter()
         torch.conv2d(columns, weight, dilation=1 + on_cpu)  # see `use_onednn`; MKL's product is slow on AMD
         if not on_cpu:
             torch.accelerator.synchronize(device)
         seconds = min(seconds, time.perf_counter() - started_at)
-    return 2 * side**3 / seconds
+    return 2 * parts * side**3 / seconds
 
 
 def peak_memory(device: torch.device) -> float:
