@@ -175,6 +175,7 @@ def test_the_limit_of_a_container_counts(
     """Cached files, 300 bytes here, can be dropped."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5000))
     monkeypatch.setattr(ranks_module, "CGROUP", tmp_path)
+    monkeypatch.setattr(ranks_module, "in_use", [])
     if limit:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("700\n")
