@@ -17,7 +17,7 @@ from torch import Tensor
 from data.data_yaml import read_data
 from data.dataset import DataOptions, DataSet, DataSource, first_batch
 from models.loading import StartingPoint, add_user_code, head_tensors, load_and_freeze, starting_point
-from models.tasks import model_words
+from models.tasks import describe_model
 from models.tasks.contract import Model, Task, compute_terms
 from models.weights import Origin, same_names
 from utils.batch import Batch, PixelFormat
@@ -83,8 +83,8 @@ class Job(NamedTuple):
         if options.fitness:
             log(f"the best epoch is the one with the highest {options.fitness}")
         if not is_shipped(options.hyp):
-            log_unused(hyp, task.unused_keys(start_from.yaml), model_words(start_from.yaml))
-        return model, start_from.known_share(model, task)
+            log_unused(hyp, task.unused_keys(start_from.yaml), describe_model(start_from.yaml))
+        return model, start_from.pretrained_share(model, task)
 
     def open_data(self, model: Model) -> Data:
         """Read and check the data set. Raises `UserError`."""
@@ -101,12 +101,12 @@ class Job(NamedTuple):
         data.report(*splits)
         return Data(data, *splits)
 
-    def measure(self, run: Run, model: Model, data: Data, known_share: float | None) -> MeasuredConfig:
+    def measure(self, run: Run, model: Model, data: Data, pretrained_share: float | None) -> MeasuredConfig:
         """Adapt a new run's anchors, and measure what depends on the memory and the weights; --resume keeps it."""
         options, hyp, uncached = self.settings.options, self.settings.hyp, data.set.uncached()
         if not options.noautoanchor:
             self.task.adapt(model, data.train)
-        if known_share is not None:
+        if pretrained_share is not None:
             model.load_state_dict(broadcast_from_main(lambda: self.fitted_head(run, model, data)), strict=False)
 
         def train_step(size: int) -> None:
@@ -127,7 +127,7 @@ class Job(NamedTuple):
         if not options.logical_processes:
             fix_threads(run.accelerator, model, size * model.gflops)
         accumulation = hyp.accumulation(size * parts) * parts
-        return MeasuredConfig(size, accumulation, known_share, run.collectives.broadcast(wandb_run_id()))
+        return MeasuredConfig(size, accumulation, pretrained_share, run.collectives.broadcast(wandb_run_id()))
 
     def fitted_head(self, run: Run, model: Model, data: Data) -> dict[str, Tensor]:
         """Fit the head's outputs of classes that the initial weights do not know; return the head's tensors."""
@@ -141,10 +141,10 @@ class Job(NamedTuple):
         self.task.fit_classes(model.to(device), (batch.to(device) for batch in loader), new)
         return {name: tensor.cpu() for name, tensor in head_tensors(model).items()}
 
-    def recipe_for(self, train: Any, batches: int, known_share: float | None) -> Recipe:
+    def recipe_for(self, train: Any, batches: int, pretrained_share: float | None) -> Recipe:
         """Return the hyperparameters, for a run of `batches` from weights that know a share of the classes."""
         hyp = self.settings.hyp
-        are_new = known_share == 0 and "boxes" in self.task.features
+        are_new = pretrained_share == 0 and "boxes" in self.task.features
         return hyp.for_boxes(train.side_lengths(1), batches) if are_new else hyp
 
     def receipt(self, run: Run, model: Model, data: Data) -> Receipt:
@@ -203,7 +203,7 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
         if trained and start_from.from_yaml:  # else the model is the file's own
             task = task_class(source.names(options.single_cls), task_class.recipe())
             model = task.build_model(model_yaml, settings.options.imgsz, start_from.source)
-            trained = start_from.known_share(model, task) is not None
+            trained = start_from.pretrained_share(model, task) is not None
         return task_class.recipes.choose(trained, lambda: len(source.spec.listing("train").images))
 
     origin = Origin.recorded(saved) if saved else start_from.origin
@@ -214,7 +214,7 @@ def read_job(settings: Settings, from_main: Callable[[bool], bool] = bool) -> Jo
     features, unused_keys = task_class.features_of(model_yaml), task.unused_keys(model_yaml)
     left_out = task_class.prediction.refused().items() if task_class.prediction else ()
     flags = {} if saved else {**settings.flags, "tile": spec.tiles}
-    refuse_flags(options, flags, features, model_words(model_yaml), unused_keys, left_out)
+    refuse_flags(options, flags, features, describe_model(model_yaml), unused_keys, left_out)
     columns = metric_columns(task.metric_names, spec.sets.get("val", ()))
     fitness = fitness_weights(options.fitness, columns) if options.fitness else {}
     if (known := PixelFormat.of_model(model_yaml)) != spec.pixels:

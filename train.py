@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,7 +73,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
     logical = LogicalProcesses.create(options.logical_processes, accelerator)
     logical.fix_kernels(accelerator.device)
     seed_everything(options.seed, not options.no_deterministic)
-    model, known_share = job.load_model()
+    model, pretrained_share = job.load_model()
     factors = rate_factors(model, hyp.lr_factor)  # of the learning rate
     with barrier(options.dist_timeout):  # one machine may have more labels to check
         data = job.open_data(model)
@@ -90,8 +90,8 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
             model.load_state_dict(saved["model"])  # before `task.criterion`, which may read what `adapt` has changed
             measured = MeasuredConfig(**saved["decisions"])
     else:
-        measured = job.measure(run, model, data, known_share)
-    batch_size, known_share = measured.batch_size, measured.known
+        measured = job.measure(run, model, data, pretrained_share)
+    batch_size, pretrained_share = measured.batch_size, measured.known
     accelerator.gradient_accumulation_steps = measured.accumulation  # unknown until the memory is measured
     content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
     run_log = job.write_inputs(run, data, identity, content, saved)
@@ -99,7 +99,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
 
     # Loaders, loss and evaluation.
     loader = data.set.train_loader(data.train, batch_size, hyp, options.seed)
-    hyp = job.recipe_for(data.train, options.epochs * len(loader), known_share)
+    hyp = job.recipe_for(data.train, options.epochs * len(loader), pretrained_share)
     sampler: Any = loader.batch_sampler  # the batches of all processes: data.sampler.GlobalBatches
     criterion = task.criterion(model)
     evaluate = make_evaluator(run, task, model, criterion, data.set, data.val, min(2 * batch_size, VALIDATION_BATCH))
@@ -110,10 +110,10 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
     with memory.explain_out_of_memory(batch_size, model.imgsz):
         place_model(accelerator, model)
         step_images = batch_size * measured.accumulation
-        optimizer: Any = build_optimizer(model, options.optimizer, hyp, known_share, step_images, factors)
+        optimizer: Any = build_optimizer(model, options.optimizer, hyp, pretrained_share, step_images, factors)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        hyp.log_weights_rules(known_share)
-        schedule = Schedule.of(hyp, known_share, options.epochs, len(loader), options.cos_lr, model, factors)
+        hyp.log_weights_rules(pretrained_share)
+        schedule = Schedule.of(hyp, pretrained_share, options.epochs, len(loader), options.cos_lr, model, factors)
         log_optimizer(optimizer, schedule)
         ema = ModelEMA(model, hyp.ema_share, options.epochs * math.ceil(len(loader) / measured.accumulation))
         if saved:
@@ -128,7 +128,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
             sync_bn=options.sync_bn,
             precision=precision.name,
             clip_norm=hyp.clip_norm,
-            freezes_batchnorm=hyp.keeps_norms(known_share),
+            freezes_batchnorm=hyp.freezes_batchnorm(pretrained_share),
         )
         ema.replicas = replicate(ema.model, len(logical.local))
         identity = replace(identity, settings=content)
@@ -151,20 +151,20 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
                     losses = train_one_epoch(run, job, distributed, loader, sampler, criterion, steps)
                     if not options.nosave:
                         steps.save()  # written while the epoch is validated; only its scores are missing
-                    began, summary = time.monotonic(), None
+                    started_at, summary = time.monotonic(), None
                     if progress.epoch + 1 == options.epochs or not options.noval:
                         summary = evaluate([ema.model], run.stop_requested).with_fitness(job.fitness)  # on every rank
                     improved = progress.record(summary)
                     progress.finished = progress.epoch + 1 == options.epochs or progress.stalled(options.patience)
                     row = log_epoch(
-                        run_log, steps, losses, summary, improved, evaluate.columns, evaluate.metrics, began
+                        run_log, steps, losses, summary, improved, evaluate.columns, evaluate.metrics, started_at
                     )
                     if summary and hooks.call(run.collectives.gather, "on_epoch", progress.epoch, ema.model, row):
                         progress.finished = True  # a process wants to stop
                     run_log.save_weights(ema.model, weights, progress, improved)
                     steps.next_epoch()
             except StopRequested as request:
-                leave(run, steps, evaluate, partial(run.files.save_weights, ["last.pt"], ema.model, **weights), request)
+                stop_early(run, steps, evaluate, weights, request)
                 raise
         stop.finished = True
         run.files.finish_writing()
@@ -212,7 +212,7 @@ def train_one_epoch(
         steps.add(losses, local_batches)  # no `.item()`: on a GPU the host would wait for each batch
         if taken is not None:
             steps.finish(taken, number + 1, batches)
-            run.check_stop(progress.step, steps.behind)  # every process leaves after the same step
+            run.check_stop(progress.step, steps.lag)  # every process leaves after the same step
             if options.save_steps and progress.step % options.save_steps == 0:
                 run.keep_alive()  # the disk may be slow
                 steps.save()
@@ -224,8 +224,8 @@ def train_one_epoch(
     return steps.end_epoch()
 
 
-def leave(
-    run: Run, steps: OptimizerSteps, evaluate: Evaluator, save_weights: Callable[[], object], request: StopRequested
+def stop_early(
+    run: Run, steps: OptimizerSteps, evaluate: Evaluator, weights: Mapping[str, Any], request: StopRequested
 ) -> None:
     """Save everything before the run ends early; at the time limit validate the EMA too."""
     steps.save()
@@ -234,7 +234,7 @@ def leave(
         steps.model.average_statistics(steps.ema.replicas)
         summary = evaluate([steps.ema.model])
         log(*summary.table())
-        save_weights()
+        run.files.save_weights(["last.pt"], steps.ema.model, **weights)
         run.on_main(lambda: summary.write_result(run.path))
         run.files.finish_writing()
     reason = "the time limit" if request.by_time_limit else request.reason

@@ -16,7 +16,7 @@ import numpy as np
 
 from data.augment import MIN_AREA_SHARE, Sample, seed_torch
 from utils.errors import UserError
-from utils.user_code import explained, imported
+from utils.user_code import as_user_error, imported
 
 
 class UserAugmentations(NamedTuple):
@@ -38,7 +38,7 @@ class UserAugmentations(NamedTuple):
             random.seed(int(rng.integers(2**63)))
             np.random.seed(int(rng.integers(2**32)))  # noqa: NPY002
             for title, call in self.calls:
-                with explained(self.file, f", in the augmentation '{title}' of {image}"):
+                with as_user_error(self.file, f", in the augmentation '{title}' of {image}"):
                     parameters, arguments = inspect.signature(call).parameters, {**parts, "rng": rng}
                     returned = call(**{name: value for name, value in arguments.items() if name in parameters})
                     names = [name for name in parameters if name in parts]

@@ -34,7 +34,7 @@ from utils.console import log
 from utils.distributed.failure import init_worker
 from utils.errors import UserError, plural
 from utils.files import csv_text
-from utils.user_code import class_named, explained
+from utils.user_code import as_user_error, class_named
 
 # Pixels (see `Batch.images`); targets; the description of the image: see `Batch`.
 Item = tuple[Tensor, Tensor, Any]
@@ -48,7 +48,7 @@ class Items(Dataset[Item]):
 
     images: Images  # reads the split's files
 
-    @explained()
+    @as_user_error()
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch. The loader calls this."""
         return [self[sample] for sample in samples]
@@ -74,7 +74,7 @@ def stack_in_place(images: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(images), out=stacked)
 
 
-@explained()
+@as_user_error()
 def collate_batch(collate: Callable[[Sequence[Any]], Batch], items: Sequence[Any]) -> Batch:
     return collate(items)
 

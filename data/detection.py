@@ -32,7 +32,7 @@ from utils.errors import UserError, plural
 from utils.files import csv_text
 from utils.plots.drawing import display_pixels
 from utils.summary import evenly_spaced
-from utils.user_code import explained
+from utils.user_code import as_user_error
 
 LISTED_BOXES = 5000  # training labels in boxes.csv, at most
 WARPS = ("mosaic", "degrees", "translate", "scale", "shear", "perspective")  # hyperparameters that warp or cut images
@@ -66,7 +66,7 @@ class _Items(Items):
     def __getitem__(self, sample: SampleIndex) -> Item:
         return self.__getitems__([sample])[0]
 
-    @explained()
+    @as_user_error()
     def __getitems__(self, samples: Sequence[SampleIndex]) -> list[Item]:
         """Return the items of a batch, with the pixels written straight into the batch."""
         form = self.images.pixels

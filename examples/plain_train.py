@@ -82,7 +82,7 @@ def main() -> None:
 
     # The optimizer, and what Accelerate wraps
     place_model(accelerator, model)
-    optimizer = build_optimizer(model, "SGD", hyp, known_share=None, images=step_images)
+    optimizer = build_optimizer(model, "SGD", hyp, pretrained_share=None, images=step_images)
     schedule = Schedule(args.epochs, len(loader), cosine=False, hyp=hyp)
     exact_batchnorm(model)  # torch's kernel for the CPU is not exact in channels_last
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -21,7 +21,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from models.layers import Conv, RepConv
 from models.loading import ImageSize, add_user_code, format_sides, image_sides, transfer
-from models.tasks import TASKS, TaskEntry, add_tasks, model_words, task_name
+from models.tasks import TASKS, TaskEntry, add_tasks, describe_model, task_name
 from models.tasks.contract import Model, Postprocess, Prediction, Task, Thresholds, View
 from models.weights import Weights, find_weights
 from models.yolo import whole_strides
@@ -125,7 +125,7 @@ class Members:
         yamls = [{"task": content.task, **(content.model or {})} for content in weights]
         features = frozenset().union(*map(task.features_of, yamls))  # that one of the models has
         left_out = task.prediction.refused() if task.prediction else {}
-        refuse_flags(options, flags, features, model_words(yamls[0]), left_out=left_out.items())
+        refuse_flags(options, flags, features, describe_model(yamls[0]), left_out=left_out.items())
 
     def image_size(self, imgsz: int | Sequence[int], suggested: int = 0) -> ImageSize:
         """Return the image size, not rounded, and log a size that the weights decide.

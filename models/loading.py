@@ -238,7 +238,7 @@ class StartingPoint:
         log("starting from torchvision's weights; --weights '' trains from scratch")
         return TORCHVISION_DEFAULT
 
-    def known_share(self, model: Model, task: Task) -> float | None:
+    def pretrained_share(self, model: Model, task: Task) -> float | None:
         """Return the share of the task's classes that the weights know by name; None if at most half the tensors fit.
 
         The share is halved if they lack part of the model's head, as a detector's file lacks the masks.

@@ -172,7 +172,7 @@ def waits(flags: Sequence[str]) -> tuple[int, int]:
     """Return the number of such operations in the loop, and of optimizer steps, if steps are counted one step later."""
     profiled = profile(activities=[ProfilerActivity.CPU])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OptimizerSteps, "behind", 1)
+        patch.setattr(OptimizerSteps, "lag", 1)
         steps = within([*flags, "--noplots"], lambda parts: parts.take_steps(first_six_batches(parts, profiled)))
     return sum(event.name in WAITING for event in profiled.events()), steps
 

@@ -18,7 +18,7 @@ from utils.distributed.launch import reset_accelerate
 from utils.errors import UserError
 from utils.files import release_locks
 from utils.summary import RESULT
-from utils.user_code import explained
+from utils.user_code import as_user_error
 
 
 def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def call(start: Callable[[list[str]], dict[str, Any] | None], flags: Mapping[str
         file, returned, threads = Path(folder) / "result.json", None, torch.get_num_threads()
         os.environ[RESULT] = str(file)
         try:
-            with explained():
+            with as_user_error():
                 returned = start([*command_words(flags)])
         except SystemExit as end:  # this process or its children have printed the reason
             if end.code == 128 + signal.SIGINT:

@@ -238,9 +238,9 @@ class Run:
         self._stop = GracefulStop(time_limit)
         return self._stop
 
-    def check_stop(self, step: int, behind: int = 0) -> None:
+    def check_stop(self, step: int, lag: int = 0) -> None:
         """Raise `StopRequested` if all processes must stop at the end of this step; see `GracefulStop.stop_reason`."""
-        if reason := self._stop.stop_reason(step, behind):
+        if reason := self._stop.stop_reason(step, lag):
             raise StopRequested(reason)
 
     def stop_requested(self) -> str:

@@ -39,7 +39,7 @@ def package_version(place: str) -> str:
 def load(module: str) -> ModuleType | None:
     """Import a module of a user's file or package that has been imported, or return None. Raises `UserError`."""
     name = module.partition(".")[0]
-    with explained(_paths.get(name, "")):
+    with as_user_error(_paths.get(name, "")):
         return importlib.import_module(module) if name in _paths and name in sys.modules else None
 
 
@@ -76,7 +76,7 @@ def imported(
         raise UserError(f"{flag} {path}: '{name}' is not a valid module name, or another module has it; rename it")
     _paths[name] = path
     try:
-        with explained(path):
+        with as_user_error(path):
             yield importlib.import_module(name)
     except BaseException:
         for module in [module for module in sys.modules if module.partition(".")[0] == name]:
@@ -85,7 +85,7 @@ def imported(
 
 
 @contextmanager
-def explained(place: object = "", context: str = "") -> Iterator[None]:
+def as_user_error(place: object = "", context: str = "") -> Iterator[None]:
     """Raise `UserError` with file and line for what a user's code raises in a block, StopIteration and SystemExit too.
 
     `place`, which may be a file of theirs, is named for an error without a line, unless the block may run other code
@@ -145,7 +145,7 @@ class Hooks(NamedTuple):
         gather([])  # the main process has written state and results
         code = getattr(hook, "__code__", None)
         try:
-            with explained(code.co_filename if code else name, f", in {name}"):
+            with as_user_error(code.co_filename if code else name, f", in {name}"):
                 answer = hook(*arguments)
         except StopTraining:
             answer = STOP

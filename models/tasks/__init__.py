@@ -61,7 +61,7 @@ def head_name(yaml: Mapping[str, Any]) -> object:
     return last[2] if isinstance(last, list) and len(last) > 2 else None
 
 
-def model_words(yaml: Mapping[str, Any]) -> str:
+def describe_model(yaml: Mapping[str, Any]) -> str:
     """Name the task and the head of a model YAML for messages: `detect with the head DetectDFL`."""
     head = head_name(yaml)
     return f"{task_name(yaml, 'the model')}{f' with the head {head}' if head else ''}"

@@ -184,7 +184,7 @@ def test_the_share_of_the_classes_that_weights_know() -> None:
         weights = Weights(states[file], None, names, "", {}, "tensors")
         start = StartingPoint(TASKS["detect"], {}, "", from_yaml=True, weights=weights)
         model = build_model(f"{name}.yaml", nc=len(wanted))
-        assert start.known_share(model, DetectionTask(wanted, Hyperparameters())) == share
+        assert start.pretrained_share(model, DetectionTask(wanted, Hyperparameters())) == share
 
 
 class Prefixed(DetectionTask):

@@ -92,7 +92,7 @@ class Recipe:
         log(f"learning rate times {self.small_lr:g}: {small:.0%} of the boxes are smaller than {SMALL} of the image")
         return replace(self, lr0=self.lr0 * self.small_lr)
 
-    def keeps_norms(self, share: float | None) -> bool:
+    def freezes_batchnorm(self, share: float | None) -> bool:
         """Return whether BatchNorm keeps the statistics of the weights that a run starts from."""
         return bool(self.keep_norms) and share is not None
 

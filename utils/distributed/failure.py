@@ -39,7 +39,7 @@ from utils.console import Background, log
 from utils.distributed.ranks import RunStore, check_launch, open_store, ranks, run_store, store_is_hosted, world_size
 from utils.errors import Stopped, UserError, first_line
 from utils.summary import RESULT
-from utils.user_code import explained
+from utils.user_code import as_user_error
 
 EXPLAIN_SECONDS = 5.0  # time that a failing process waits for another one to print the reason
 POLL_SECONDS = 1.0  # interval of the checks whether another process has failed, or the parent has ended
@@ -84,7 +84,7 @@ def _run(main: Callable[[], object]) -> int:
             log.is_main = False
         if processes > 1:
             threading.Thread(target=_watch_others, daemon=True).start()
-        with explained():
+        with as_user_error():
             main()
         code = 0
     except SystemExit as end:  # the reason is printed
@@ -339,18 +339,18 @@ class GracefulStop:
                 hard_exit("" if ranks().local_rank else reason, 128 + number)
             self.signal, self.since = name, time.monotonic()
 
-    def stop_reason(self, step: int, behind: int = 0) -> str:
+    def stop_reason(self, step: int, lag: int = 0) -> str:
         """Return the reason for all processes to stop at the end of this optimizer step, '' to continue.
 
         The process that receives a signal writes a later step to the store. All processes read it before they end that
         step, because its gradients are reduced over all of them. This process has not waited for the end of the last
-        `behind` steps.
+        `lag` steps.
         """
         reason = self.signal or (TIME_LIMIT if ranks().rank == 0 and time.time() > self.deadline else "")
         if (store := run_store()) is None:
             return reason
         if reason:
-            store.write_once("stop", [step + 1 + behind, reason])
+            store.write_once("stop", [step + 1 + lag, reason])
         last_step, reason = store.value("stop") or (step + 1, "")
         return reason if step >= last_step else ""
 

@@ -18,7 +18,7 @@ from utils.config.flags import RECIPE_OPTIMIZERS
 from utils.config.hyperparameters import Recipe
 from utils.console import log
 from utils.errors import UserError, plural
-from utils.user_code import class_named, explained
+from utils.user_code import as_user_error, class_named
 
 if TYPE_CHECKING:
     from models.tasks.contract import Model
@@ -54,14 +54,14 @@ def grouped_parameters(model: nn.Module, factors: Factors = NO_FACTORS) -> dict[
 
 
 def build_optimizer(
-    model: nn.Module, name: str, hyp: Recipe, known_share: float | None, images: int, factors: Factors = NO_FACTORS
+    model: nn.Module, name: str, hyp: Recipe, pretrained_share: float | None, images: int, factors: Factors = NO_FACTORS
 ) -> torch.optim.Optimizer:
     """Build an optimizer over the groups, of which only weights decay: a class of torch.optim, or `module:Class`.
 
     SGD has Nesterov momentum, unless it is 0; `momentum` is the first beta of Adam and AdamW. All classes get
-    `optimizer_args`. `known_share` is the share in `Recipe.weights_factor`. Raises `UserError`.
+    `optimizer_args`. `pretrained_share` is the share in `Recipe.weights_factor`. Raises `UserError`.
     """
-    lr, decay = hyp.lr0 * hyp.weights_factor(known_share), hyp.decay(images)
+    lr, decay = hyp.lr0 * hyp.weights_factor(pretrained_share), hyp.decay(images)
     groups = [
         {"params": parameters, "weight_decay": decay if kind == WEIGHT else 0.0}
         for (_, kind), parameters in grouped_parameters(model, factors).items()
@@ -71,7 +71,7 @@ def build_optimizer(
     arguments = {**{"SGD": sgd, "Adam": adam, "AdamW": adam}.get(name, {}), **hyp.optimizer_args}
     if wrong := {"params", "lr", "weight_decay", *(["momentum"] if name == "SGD" else [])} & {*hyp.optimizer_args}:
         raise UserError(f"optimizer_args has {min(wrong)}: give the hyperparameter lr0, weight_decay or momentum")
-    with explained(f"--optimizer {name}", f" (optimizer_args: {dict(hyp.optimizer_args)})"):
+    with as_user_error(f"--optimizer {name}", f" (optimizer_args: {dict(hyp.optimizer_args)})"):
         optimizer_class: Any = class_named(name if ":" in name else f"torch.optim:{name}")
         if not issubclass(optimizer_class, torch.optim.Optimizer):
             raise TypeError("it does not extend torch.optim.Optimizer")
@@ -135,7 +135,7 @@ class Schedule:
     def of(
         cls,
         hyp: Recipe,
-        known_share: float | None,
+        pretrained_share: float | None,
         epochs: int,
         batches: int,
         cosine: bool,
@@ -143,7 +143,7 @@ class Schedule:
         factors: Factors = NO_FACTORS,
     ) -> Schedule:
         """Return the schedule for an optimizer with these arguments; log what is lower or shorter than usual."""
-        scale = hyp.weights_factor(known_share)
+        scale = hyp.weights_factor(pretrained_share)
         hyp = replace(hyp, lr0=hyp.lr0 * scale, warmup_bias_lr=hyp.warmup_bias_lr * scale)
         schedule = cls(epochs, batches, cosine, hyp, tuple(grouped_parameters(model, factors)))
         if schedule.warmup < replace(schedule, hyp=replace(hyp, warmup_share=0.0)).warmup:

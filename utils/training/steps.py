@@ -81,7 +81,7 @@ class OptimizerSteps:
             self.initial = [parameter.detach().to("cpu", copy=True) for parameter in model.parameters]
 
     @property
-    def behind(self) -> int:
+    def lag(self) -> int:
         """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
         return int(self.model.accelerator.device.type == "cuda")
 
@@ -105,7 +105,7 @@ class OptimizerSteps:
         if self.hashes:
             self.hashes.add_gradients()
         norm = self.log.norm = accelerator.clip_grad_norm_(self.model.parameters, self.schedule.hyp.clip_norm)
-        if accelerator.scaler is None and isinstance(norm, Tensor) and self.behind:
+        if accelerator.scaler is None and isinstance(norm, Tensor) and self.lag:
             return step_if(optimizer, norm.isfinite())  # not `if`: the host would wait for the GPU in each step
         finite = norm is None or math.isfinite(norm)
         if finite or accelerator.scaler is not None:  # a scaler skips by itself, and must see the overflow
@@ -135,7 +135,7 @@ class OptimizerSteps:
         epoch = progress.epoch + batches / epoch_batches
         if self.log.is_due(progress.step, last=batches == epoch_batches):
             self.points.append(self.log.point(progress.step, epoch, self.optimizer, self.model.sum))
-        self.flush(keep=self.behind)
+        self.flush(keep=self.lag)
         self.log.profile(progress.step)
 
     def _update_averages(self, taken: Tensor) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from data.data_yaml import read_spec
 from models.ensemble import Members
-from models.tasks import TASKS, add_tasks, model_words, task_name
+from models.tasks import TASKS, add_tasks, describe_model, task_name
 from models.tasks.contract import Task
 from models.tasks.detect import DetectionTask
 from models.weights import Weights
@@ -42,7 +42,7 @@ SCRIPTS = (TrainOptions, ValOptions, DetectOptions, ExportOptions)
 
 
 def features_of(yaml: Mapping[str, Any]) -> frozenset[str]:
-    return TASKS[model_words(yaml).split()[0]].load().features_of(yaml)
+    return TASKS[describe_model(yaml).split()[0]].load().features_of(yaml)
 
 
 def test_a_task_has_only_features_that_a_flag_needs() -> None:
@@ -76,7 +76,7 @@ def test_a_task_that_says_nothing_takes_the_universal_flags_alone(kind: type[Any
 )
 def test_which_models_take_a_flag_of_training(flag: str, models: set[str]) -> None:
     for name, yaml in YAMLS.items():
-        assert model_words(yaml) == name
+        assert describe_model(yaml) == name
         expected = nullcontext() if name in models else pytest.raises(UserError, match=name)
         with expected:
             refuse_flags(TrainOptions(), {flag: 1}, features_of(yaml), name)

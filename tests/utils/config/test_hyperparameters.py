@@ -170,7 +170,7 @@ def test_hyperparameters_for_weights(
 ) -> None:
     recipe = Hyperparameters(keep_norms=1, known_lr=0.04)
     assert recipe.weights_factor(known) == pytest.approx(factor)
-    assert recipe.keeps_norms(known) == norms
+    assert recipe.freezes_batchnorm(known) == norms
     recipe.log_weights_rules(known)
     about_norms, *about_rates = capsys.readouterr().out.splitlines()
     assert "BatchNorm" in about_norms

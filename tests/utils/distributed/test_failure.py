@@ -461,7 +461,7 @@ def one_step_ahead(_: object = None) -> list[int]:
                     time.sleep(0.5)
                     os.kill(os.getpid(), signal.SIGTERM)
                     until(lambda: stop.signal)
-                reason = stop.stop_reason(step, behind=1)
+                reason = stop.stop_reason(step, lag=1)
             before.wait()
         ended.append(step)
     return ended
