@@ -137,9 +137,9 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
             state.load(saved)
     if distributed.second:
         evaluate.map = distributed.second.map
-    record = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
+    capture = not (options.no_cuda_graph or options.rect or options.multi_scale)  # images of one size
     steps = OptimizerSteps(run, distributed, state, schedule, evaluate.loss_names, options.profile, options.hashes)
-    criterion = steps.recorded(task, criterion, record)
+    criterion = steps.captured(task, criterion, capture)
     progress, half = steps.progress, accelerator.mixed_precision != "no"
     flags = {**vars(options), "imgsz": model.imgsz, "wandb_id": measured.run_id}
     weights = {"yaml": model.yaml, "names": task.names, "settings": flags, "half": half, **settings.origin}

@@ -177,7 +177,7 @@ class YoloModel(Model):
         self.stride, self.imgsz = stride, imgsz
         self._head_row = len(yaml["backbone"]) + len(yaml["head"]) - 1
         self._results = {self._head_row, len(rows) - 1}  # an auxiliary branch ends with the last row
-        self.recorder: Callable[..., dict[int, Any]] | None = None  # replays the kernels of `run_rows` on a GPU
+        self.capturer: Callable[..., dict[int, Any]] | None = None  # replays the kernels of `run_rows` on a GPU
         self._kept = self._results | {j for row in rows for j in row.sources if j != row.index - 1}
 
     @property
@@ -206,7 +206,7 @@ class YoloModel(Model):
         """
         until = len(self.rows) if self.training else self._head_row + 1
         before_head = self._head_row if hints else until
-        run_rows = self.recorder or self.run_rows
+        run_rows = self.capturer or self.run_rows
         maps = run_rows({-1: images}, 0, before_head)
         if hints:
             maps = run_rows(maps, self._head_row, until, hints)

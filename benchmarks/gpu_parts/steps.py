@@ -149,11 +149,11 @@ def recorded(here: Machine) -> None:
         batch, imgsz = here.size(batch)
         how = ("--mixed-precision", precision, *flags)
         launched, peak, expected = take_steps(here, model, imgsz, batch, measured, *how, "--no-cuda-graph")
-        with patch.object(cuda_graph, "Recording", wraps=cuda_graph.Recording) as recording:
+        with patch.object(cuda_graph, "Capture", wraps=cuda_graph.Capture) as capture:
             seconds, recorded_peak, actual = take_steps(here, model, imgsz, batch, measured, *how)
         columns: dict[str, Any] = {"launched": rounded(launched * 1000), "recorded": rounded(seconds * 1000)}
         columns |= {"launched / recorded": rounded(launched / seconds), "peak GiB": f"{peak}, {recorded_peak}"}
-        columns |= {"recordings": recording.call_count, "bytes": "identical" if actual == expected else "different"}
+        columns |= {"recordings": capture.call_count, "bytes": "identical" if actual == expected else "different"}
         about = {"model": model, "batch": batch, "precision": " ".join((precision, *flags))}
         row(f"Steps at {imgsz} px, kernels launched one by one and recorded, ms", **about, **columns)
 

@@ -218,9 +218,9 @@ def require_head(model: Model) -> DetectionHead:
 class BoxCriterion(Criterion):
     """The loss of a detector, with YOLOv5's objective. Targets outside of the images must not change it."""
 
-    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
+    def for_gpu(self, captured: Callable[[Function], Function]) -> Criterion:
         """Return the loss with padded targets, but a class derived from one of ours, which may read more, as it is."""
-        return PaddedCriterion(self, recorded) if BoxCriterion in type(self).__bases__ else self
+        return PaddedCriterion(self, captured) if BoxCriterion in type(self).__bases__ else self
 
     def objective(self, means: Tensor, images: int) -> Tensor:
         return means.sum() * images
@@ -240,13 +240,13 @@ def padded(targets: Tensor) -> Tensor:
 
 
 class PaddedCriterion(BoxCriterion):
-    """A detector's loss on a GPU: batches have one of a few numbers of targets, so that kernels can be recorded.
+    """A detector's loss on a GPU: batches have one of a few numbers of targets, so that kernels can be captured.
 
-    They have so whether or not kernels are recorded, because a sum over more targets is rounded differently.
+    They have so whether or not kernels are captured, because a sum over more targets is rounded differently.
     """
 
-    def __init__(self, criterion: BoxCriterion, recorded: Callable[[Function], Function]) -> None:
-        self.criterion, self.recorded = criterion, recorded
+    def __init__(self, criterion: BoxCriterion, captured: Callable[[Function], Function]) -> None:
+        self.criterion, self.captured = criterion, captured
         self.objective, self.weight = criterion.objective, criterion.weight  # type: ignore[method-assign]
         self.functions: dict[torch.Size, tuple[Function, Function]] = {}  # hints and loss, by the shape of the images
         self.min_divisor = 1.0  # of the last loss
@@ -273,7 +273,7 @@ class PaddedCriterion(BoxCriterion):
                 self.min_divisor = terms.min_divisor
                 return terms.sums, terms.counts, terms.weights
 
-            self.functions[shape] = self.recorded(hints), self.recorded(loss)
+            self.functions[shape] = self.captured(hints), self.captured(loss)
         return self.functions[shape]
 
 

@@ -115,8 +115,8 @@ class Criterion(ABC):
     def __call__(self, outputs: Any, batch: Batch) -> LossTerms:
         """Return the loss terms of the model's outputs for `batch`, computed with or without hints."""
 
-    def for_gpu(self, recorded: Callable[[Function], Function]) -> Criterion:
-        """Return the criterion to train with on a GPU; by default this one. `recorded` takes a function of tensors, and
+    def for_gpu(self, captured: Callable[[Function], Function]) -> Criterion:
+        """Return the criterion to train with on a GPU; by default this one. `captured` takes a function of tensors, and
         returns one that replays its kernels if the shapes are known."""
         return self
 

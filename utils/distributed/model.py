@@ -142,7 +142,7 @@ class DistributedModel:
         gradients = self._local_gradients(objectives)
         if self._accumulated:
             gradients = [torch._foreach_add(*pair) for pair in zip(gradients, self._accumulated, strict=True)]
-        if not accelerator.sync_gradients:  # copies: the next batch may overwrite recorded gradients
+        if not accelerator.sync_gradients:  # copies: the next batch may overwrite captured gradients
             self._accumulated = [torch._foreach_mul(copy_gradients, 1.0) for copy_gradients in gradients]
             return
         self._accumulated = []

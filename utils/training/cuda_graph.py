@@ -25,19 +25,19 @@ from utils.distributed.model import DistributedModel
 if TYPE_CHECKING:
     from models.tasks.contract import Criterion, Function, Task
 
-WARM_UP_CALLS = 3  # calls before a recording: libraries then have their handles and workspaces
-# Largest share of a device's memory that training may use with a recording. A graph keeps the memory that it uses, so
+WARM_UP_CALLS = 3  # calls before a capture: libraries then have their handles and workspaces
+# Largest share of a device's memory that training may use with a capture. A graph keeps the memory that it uses, so
 # validation and other batches need memory of their own.
 MEMORY_SHARE = 0.4
-MAX_RECORDINGS = 12  # of a function; with further shapes it is called
+MAX_CAPTURES = 12  # of a function; with further shapes it is called
 RECORDABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
-CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a recording
+CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a capture
 
 
-def can_record(model: DistributedModel) -> bool:
-    """Return whether kernels of a training step on a GPU can be recorded: no layer waits for another process.
+def can_capture(model: DistributedModel) -> bool:
+    """Return whether kernels of a training step on a GPU can be captured: no layer waits for another process.
 
-    A user's layer may do what a recording does not repeat, such as counting its calls. A compiled model has kernels of
+    A user's layer may do what a capture does not repeat, such as counting its calls. A compiled model has kernels of
     its own.
     """
     state = model.accelerator.state
@@ -47,53 +47,53 @@ def can_record(model: DistributedModel) -> bool:
     return packages <= RECORDABLE_PACKAGES and not (waits or compiled)
 
 
-def record_kernels(model: DistributedModel, task: Task, criterion: Criterion, enabled: bool) -> Criterion:
+def capture_kernels(model: DistributedModel, task: Task, criterion: Criterion, enabled: bool) -> Criterion:
     """Let the networks and the loss of a training replay their kernels, if `enabled`; return the loss to train with."""
     if not enabled:
         return criterion.for_gpu(lambda function: function)
-    recorder = Recorder(copies=not model.logical.exact)
+    capturer = Capturer(copies=not model.logical.exact)
     networks: Any = model.copies
-    if hasattr(networks[0], "recorder"):  # only a `YoloModel` has rows
-        together = RowsTogether(model, task, recorder) if len(networks) > 1 else None
+    if hasattr(networks[0], "capturer"):  # only a `YoloModel` has rows
+        together = RowsTogether(model, task, capturer) if len(networks) > 1 else None
         for number, network in enumerate(networks):
-            network.recorder = RecordedRows(network, recorder, together, number)
-    return criterion.for_gpu(partial(recorder.recorded, turns=len(networks)))
+            network.capturer = CapturedRows(network, capturer, together, number)
+    return criterion.for_gpu(partial(capturer.captured, turns=len(networks)))
 
 
-class Recorder:
+class Capturer:
     """Records the functions of a training step, as long as there is memory for it and none fails."""
 
     def __init__(self, copies: bool = True) -> None:
         self.enabled = True
         self.copies = copies  # whether to copy the gradients of parameters, which the next replay overwrites
-        self.memory: set[int] = set()  # addresses of recorded outputs, which other recordings read where they are
+        self.memory: set[int] = set()  # addresses of captured outputs, which other captures read where they are
 
-    def recorded(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
+    def captured(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
         """Return a function that does the same, and replays its kernels if it can.
 
         Args:
             function: takes and returns tensors in nested lists, tuples and dicts; changes nothing but buffers, in place
             module: module whose parameters it uses
-            turns: number of calls in a step: each has recordings of its own, as their outputs are read until the end
+            turns: number of calls in a step: each has captures of its own, as their outputs are read until the end
         """
-        return Recorded(function, module, self, turns)
+        return CapturedFunction(function, module, self, turns)
 
     def has_room(self, device: torch.device) -> bool:
-        """Return whether training leaves enough memory for recordings."""
+        """Return whether training leaves enough memory for captures."""
         total = torch.cuda.get_device_properties(device).total_memory
         return self.enabled and torch.cuda.max_memory_allocated(device) <= MEMORY_SHARE * total
 
     def fail(self, error: Exception) -> None:
-        """Make no further recording."""
+        """Make no further capture."""
         self.enabled, cause = False, str(error).splitlines()[0]
-        log(f"warning: kernels cannot be recorded as a CUDA graph, which is slower: {cause}")
+        log(f"warning: kernels cannot be captured as a CUDA graph, which is slower: {cause}")
 
 
-class RecordedRows:
+class CapturedRows:
     """Takes the place of a `YoloModel`'s `run_rows` in training."""
 
-    def __init__(self, model: Any, recorder: Recorder, together: RowsTogether | None = None, number: int = 0) -> None:
-        self.model, self.recorder, self.together, self.number = model, recorder, together, number
+    def __init__(self, model: Any, capturer: Capturer, together: RowsTogether | None = None, number: int = 0) -> None:
+        self.model, self.capturer, self.together, self.number = model, capturer, together, number
         self.parts: dict[tuple[int, int], Function] = {}  # by first row and end
 
     def __call__(self, maps: dict[int, Any], first: int, until: int, hints: Sequence[Tensor] = ()) -> dict[int, Any]:
@@ -104,21 +104,21 @@ class RecordedRows:
             return self.together.maps(self.number, maps[-1], until)
         if (first, until) not in self.parts:
             run = partial(self.model.run_rows, first=first, until=until)
-            self.parts[first, until] = self.recorder.recorded(lambda maps, hints: run(maps, hints=hints), self.model)
+            self.parts[first, until] = self.capturer.captured(lambda maps, hints: run(maps, hints=hints), self.model)
         return self.parts[first, until](maps, tuple(hints))
 
 
 class RowsTogether:
-    """Runs the rows of all logical processes' networks in one recording, at the same time: a share of a batch is small.
+    """Runs the rows of all logical processes' networks in one capture, at the same time: a share of a batch is small.
 
     The task makes the inputs of the other networks when the first one is called.
     """
 
-    def __init__(self, model: DistributedModel, task: Task, recorder: Recorder) -> None:
+    def __init__(self, model: DistributedModel, task: Task, capturer: Capturer) -> None:
         self.model, self.task = model, task
         self.networks: Sequence[Any] = model.copies
         self.streams = [torch.cuda.Stream() for _ in self.networks]
-        self.recorded = recorder.recorded(self._run, nn.ModuleList(self.networks))
+        self.captured = capturer.captured(self._run, nn.ModuleList(self.networks))
         self.until = 0
         self.outputs: list[dict[int, Any]] = []
         model.joined_graphs = True
@@ -128,7 +128,7 @@ class RowsTogether:
         if number == 0:
             self.until = until
             inputs = [self.task.inputs(batch) for batch in self.model.batches[1:]]
-            self.outputs = self.recorded(images, *inputs)
+            self.outputs = self.captured(images, *inputs)
         return self.outputs[number]
 
     def _run(self, *images: Tensor) -> list[dict[int, Any]]:
@@ -143,47 +143,47 @@ class RowsTogether:
         return outputs
 
 
-class Recorded:
-    """A function, see `Recorder.recorded`, whose kernels are replayed from the fourth call of the same shapes on."""
+class CapturedFunction:
+    """A function, see `Capturer.captured`, whose kernels are replayed from the fourth call of the same shapes on."""
 
-    def __init__(self, function: Function, module: nn.Module | None, recorder: Recorder, turns: int) -> None:
-        self.part, self.recorder, self.turns, self.turn = _Part(function, module), recorder, turns, 0
+    def __init__(self, function: Function, module: nn.Module | None, capturer: Capturer, turns: int) -> None:
+        self.part, self.capturer, self.turns, self.turn = _Part(function, module), capturer, turns, 0
         self.parameters = {name: tensor for name, tensor in self.part.named_parameters() if tensor.requires_grad}
         self.calls: Counter[Any] = Counter()
-        self.recordings: dict[Any, Recording] = {}
-        self.pools: list[Any] = [None] * turns  # of memory: only one recording of a turn is used in a step
+        self.captures: dict[Any, Capture] = {}
+        self.pools: list[Any] = [None] * turns  # of memory: only one capture of a turn is used in a step
 
     def __call__(self, *inputs: Any) -> Any:
         """Call the function, or replay it with these inputs; a replay's outputs are overwritten by the next one."""
         leaves, structure = tree_flatten(inputs)
         turn, self.turn = self.turn, (self.turn + 1) % self.turns
         key = (turn, *((tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in leaves))
-        if key not in self.recordings:
+        if key not in self.captures:
             self.calls[key] += 1
-            full = len(self.recordings) >= MAX_RECORDINGS * self.turns
-            if self.calls[key] <= WARM_UP_CALLS or full or not self.recorder.has_room(leaves[0].device):
+            full = len(self.captures) >= MAX_CAPTURES * self.turns
+            if self.calls[key] <= WARM_UP_CALLS or full or not self.capturer.has_room(leaves[0].device):
                 return self.part(*inputs)
             try:
-                self.recordings[key] = self._record(leaves, structure, turn)
+                self.captures[key] = self._capture(leaves, structure, turn)
             except RuntimeError as error:
-                self.recorder.fail(error)
+                self.capturer.fail(error)
                 return self.part(*inputs)
-        recording = self.recordings[key]
-        outputs = _Replay.apply(recording, len(leaves), *leaves, *self.parameters.values())
-        return tree_unflatten(outputs, recording.structure)
+        capture = self.captures[key]
+        outputs = _Replay.apply(capture, len(leaves), *leaves, *self.parameters.values())
+        return tree_unflatten(outputs, capture.structure)
 
-    def _record(self, leaves: Sequence[Tensor], structure: Any, turn: int) -> Recording:
+    def _capture(self, leaves: Sequence[Tensor], structure: Any, turn: int) -> Capture:
         self.pools[turn] = self.pools[turn] or torch.cuda.graph_pool_handle()
-        memory = self.recorder.memory
+        memory = self.capturer.memory
         inputs = [tensor.detach() if tensor.data_ptr() in memory else torch.empty_like(tensor) for tensor in leaves]
         inputs = [buffer.requires_grad_(tensor.requires_grad) for buffer, tensor in zip(inputs, leaves, strict=True)]
-        recording = Recording(self.part, self.parameters, inputs, structure, self.pools[turn], self.recorder.copies)
-        memory.update(tensor.data_ptr() for tensor in recording.outputs)
-        return recording
+        capture = Capture(self.part, self.parameters, inputs, structure, self.pools[turn], self.capturer.copies)
+        memory.update(tensor.data_ptr() for tensor in capture.outputs)
+        return capture
 
 
 class _Part(nn.Module):
-    """A function and the module whose parameters it uses, so that a recording can give it others."""
+    """A function and the module whose parameters it uses, so that a capture can give it others."""
 
     def __init__(self, function: Function, module: nn.Module | None) -> None:
         super().__init__()
@@ -194,10 +194,10 @@ class _Part(nn.Module):
 
 
 @dataclass(eq=False)
-class Recording:
+class Capture:
     """The kernels of the forward and the backward pass of a function, for inputs of certain shapes.
 
-    Nothing is computed while they are recorded. Raises RuntimeError if something waits for the device, or if the memory
+    Nothing is computed while they are captured. Raises RuntimeError if something waits for the device, or if the memory
     is too small.
     """
 
@@ -235,34 +235,34 @@ class Recording:
 
 
 class _Replay(torch.autograd.Function):
-    """Replays a `Recording`. It takes inputs and parameters so that autograd asks for their gradients."""
+    """Replays a `Capture`. It takes inputs and parameters so that autograd asks for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.recording = recording
+    def forward(ctx: Any, capture: Capture, count: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.capture = capture
         ctx.set_materialize_grads(False)
-        _copy(recording.inputs, inputs[:count])
-        recording.forward.replay()
-        outputs = [tensor.detach() for tensor in recording.outputs]
-        untrained = [tensor for tensor, trained in zip(outputs, recording.is_trained, strict=True) if not trained]
+        _copy(capture.inputs, inputs[:count])
+        capture.forward.replay()
+        outputs = [tensor.detach() for tensor in capture.outputs]
+        untrained = [tensor for tensor, trained in zip(outputs, capture.is_trained, strict=True) if not trained]
         ctx.mark_non_differentiable(*untrained)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        recording = ctx.recording
-        received = [tensor for tensor, trained in zip(upstream, recording.is_trained, strict=True) if trained]
-        for buffer, tensor in zip(recording.upstream, received, strict=True):
+        capture = ctx.capture
+        received = [tensor for tensor, trained in zip(upstream, capture.is_trained, strict=True) if trained]
+        for buffer, tensor in zip(capture.upstream, received, strict=True):
             if tensor is None:
                 buffer.zero_()
-        _copy(recording.upstream, received)
-        recording.backward.replay()
-        parameter_gradients = recording.parameter_gradients
+        _copy(capture.upstream, received)
+        capture.backward.replay()
+        parameter_gradients = capture.parameter_gradients
         gradients = [tensor for tensor in parameter_gradients if tensor is not None]
-        if gradients and recording.copies:
+        if gradients and capture.copies:
             copies = iter(torch._foreach_mul(gradients, 1.0))
             parameter_gradients = [None if tensor is None else next(copies) for tensor in parameter_gradients]
-        return None, None, *recording.input_gradients, *parameter_gradients
+        return None, None, *capture.input_gradients, *parameter_gradients
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
@@ -273,8 +273,8 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
         torch._foreach_copy_([target for target, _ in pairs], [tensor for _, tensor in pairs])
 
 
-class RecordedCall:
-    """Calls a function of one tensor, and replays its kernels from the fourth call on, if they can be recorded.
+class CapturedCall:
+    """Calls a function of one tensor, and replays its kernels from the fourth call on, if they can be captured.
 
     The function changes the same tensors in place each time, and waits for nothing.
     """

@@ -85,16 +85,16 @@ class OptimizerSteps:
         """Number of steps whose counting may wait: one on a GPU, so that the next is queued before the host waits."""
         return int(self.model.accelerator.device.type == "cuda")
 
-    def recorded(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
+    def captured(self, task: Task, criterion: Criterion, wanted: bool) -> Criterion:
         """Let networks, loss and averages replay their kernels, if `wanted` and possible; return the loss to use."""
         if self.model.accelerator.device.type != "cuda":
             return criterion
-        from utils.training.cuda_graph import RecordedCall, can_record, record_kernels
+        from utils.training.cuda_graph import CapturedCall, can_capture, capture_kernels
 
-        record = wanted and can_record(self.model)
-        if record:
-            self.update_averages = RecordedCall(self._update_averages)
-        return record_kernels(self.model, task, criterion, record)
+        capture = wanted and can_capture(self.model)
+        if capture:
+            self.update_averages = CapturedCall(self._update_averages)
+        return capture_kernels(self.model, task, criterion, capture)
 
     def step(self) -> Tensor:
         """Clip the gradients and take a step if they are finite; return whether it was taken, bool () on the device.

@@ -1,4 +1,4 @@
-"""Recorded kernels: which calls they serve, and on a GPU that they leave every byte of a run as it is."""
+"""CapturedFunction kernels: which calls they serve, and on a GPU that they leave every byte of a run as it is."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ IMAGES = torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last) 
 BOXES = torch.tensor([[0, 1, 0.4, 0.4, 0.3, 0.2], [1, 0, 0.7, 0.6, 0.5, 0.6], [1, 2, 0.2, 0.8, 0.1, 0.1]])
 
 
-class OnTheCpu(cuda_graph.Recording):
-    """A recording whose replays call the function, on the tensors that a graph would read and write."""
+class OnTheCpu(cuda_graph.Capture):
+    """A capture whose replays call the function, on the tensors that a graph would read and write."""
 
     def __init__(self, part: nn.Module, parameters: Any, inputs: Any, structure: Any, *more: Any) -> None:
         super().__init__(part, parameters, inputs, structure, *more)
@@ -72,21 +72,21 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "graph": lambda *given, **named: nullcontext(),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(cuda_graph, "Recording", OnTheCpu)
+    monkeypatch.setattr(cuda_graph, "Capture", OnTheCpu)
     monkeypatch.setattr(torch, "empty_like", torch.zeros_like)  # here something is computed with these
     return memory
 
 
-def recorded(model: Any) -> cuda_graph.Recorder:
+def captured(model: Any) -> cuda_graph.Capturer:
     """Let a model replay its rows."""
-    recorder = cuda_graph.Recorder()
-    model.recorder = cuda_graph.RecordedRows(model, recorder)
-    return recorder
+    capturer = cuda_graph.Capturer()
+    model.capturer = cuda_graph.CapturedRows(model, capturer)
+    return capturer
 
 
 def replays(model: Any) -> dict[tuple[int, int], list[int]]:
-    """Return how often each recording was replayed, by first row and end."""
-    return {part: [each.replays for each in of.recordings.values()] for part, of in model.recorder.parts.items()}
+    """Return how often each capture was replayed, by first row and end."""
+    return {part: [each.replays for each in of.captures.values()] for part, of in model.capturer.parts.items()}
 
 
 def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: SimpleNamespace) -> None:
@@ -95,8 +95,8 @@ def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: Simp
     inner, plain = criterion_of(model), criterion_of(model).for_gpu(lambda function: function)
     batches = [Batch(IMAGES, boxes, ()) for boxes in (BOXES, BOXES[:1], BOXES[1:], BOXES, BOXES.repeat(6, 1), BOXES)]
     expected = [gradients(model, plain, batch) for batch in batches]
-    recorder = recorded(model)
-    fast = inner.for_gpu(recorder.recorded)
+    capturer = captured(model)
+    fast = inner.for_gpu(capturer.captured)
     for batch, (sums, of_parameters) in zip(batches, expected, strict=True):
         got, of_these = gradients(model, fast, batch)
         assert torch.equal(got, sums)
@@ -107,7 +107,7 @@ def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: Simp
 def test_networks_of_logical_processes_are_replayed_together(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each has recordings of its own for the head and the loss."""
+    """And each has captures of its own for the head and the loss."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
@@ -121,7 +121,7 @@ def test_networks_of_logical_processes_are_replayed_together(
     copied = replicate(network, 2)
     monkeypatch.setattr(torch, "Generator", lambda device: torch.default_generator)
     models = [DistributedModel(accelerator, logical, each, each) for each in (copied, copy.deepcopy(copied))]
-    fast = cuda_graph.record_kernels(models[0], task, criterion_of(copied[0]), True)
+    fast = cuda_graph.capture_kernels(models[0], task, criterion_of(copied[0]), True)
     plain = criterion_of(models[1].model).for_gpu(lambda function: function)
     for number, boxes in enumerate((BOXES, BOXES[:1], BOXES, BOXES[1:], BOXES.repeat(6, 1), BOXES)):
         batches = [Batch(IMAGES + number, boxes, ()), Batch(IMAGES - number, boxes[:1], ())]
@@ -129,8 +129,8 @@ def test_networks_of_logical_processes_are_replayed_together(
             terms = model.each(partial(terms_of, task, criterion), batches, number)
             model.backward([criterion.objective(each, 2) for each in model.over_global_counts(terms)])
         assert all(torch.equal(*pair) for pair in zip(*([p.grad for p in m.parameters] for m in models), strict=True))
-    rows: Any = copied[0].recorder
-    assert [each.replays for each in rows.together.recorded.recordings.values()] == [3]
+    rows: Any = copied[0].capturer
+    assert [each.replays for each in rows.together.captured.captures.values()] == [3]
 
 
 def terms_of(task: Any, criterion: Criterion, module: nn.Module, batch: Any) -> Any:
@@ -163,54 +163,54 @@ def test_targets_that_pad_a_batch_change_nothing(cfg: str) -> None:
 
 
 @pytest.mark.parametrize(("used", "fails"), [(41, False), (10, True)])
-def test_what_cannot_be_recorded_is_called(
+def test_what_cannot_be_captured_is_called(
     used: int, fails: bool, device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that fills the memory, silently; a network whose recording fails, with one warning."""
+    """A batch that fills the memory, silently; a network whose capture fails, with one warning."""
 
     def fail(*given: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     device.used = used
     if fails:
-        monkeypatch.setattr(cuda_graph, "Recording", fail)
+        monkeypatch.setattr(cuda_graph, "Capture", fail)
     model: Any = build_model("yolov5n.yaml", imgsz=64)
     warnings: list[str] = []
     monkeypatch.setattr(cuda_graph, "log", warnings.append)
-    recorder = recorded(model)
+    capturer = captured(model)
     for _ in range(5):
         model(IMAGES)
     assert replays(model) == {(0, 25): []}
     assert len(warnings) == fails
     assert all("operation not permitted" in warning and "\n" not in warning for warning in warnings)
-    assert recorder.enabled != fails
+    assert capturer.enabled != fails
 
 
-@pytest.mark.parametrize("recordable", [True, False])
-def test_a_call_is_replayed_from_the_fourth_on(recordable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the values that it is then given; without a recording it is called as before."""
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_a_call_is_replayed_from_the_fourth_on(can_capture: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the values that it is then given; without a capture it is called as before."""
     calls: list[float] = []
     replays: list[float] = []
-    graph = SimpleNamespace(replay=lambda: replays.append(float(recorded.input)))
+    graph = SimpleNamespace(replay=lambda: replays.append(float(captured.input)))
 
     @contextmanager
-    def recording(*given: object, **more: object) -> Iterator[None]:
+    def capture(*given: object, **more: object) -> Iterator[None]:
         yield
         calls.pop()  # nothing is computed
-        if not recordable:
+        if not can_capture:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph", recording)
-    recorded = cuda_graph.RecordedCall(lambda given: calls.append(float(given)))
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    captured = cuda_graph.CapturedCall(lambda given: calls.append(float(given)))
     for number in range(6):
-        recorded(torch.tensor(float(number)))
-    assert calls == ([0, 1, 2] if recordable else [0, 1, 2, 3, 4, 5])
-    assert replays == ([3, 4, 5] if recordable else [])
+        captured(torch.tensor(float(number)))
+    assert calls == ([0, 1, 2] if can_capture else [0, 1, 2, 3, 4, 5])
+    assert replays == ([3, 4, 5] if can_capture else [])
 
 
 class TestOnAGpu:
-    """Runs with recorded kernels, and with --no-cuda-graph."""
+    """Runs with captured kernels, and with --no-cuda-graph."""
 
     FLAGS = ("--epochs", "2", "--batch-size", "4", "--imgsz", "64", "--device", "0", "--workers", "1", "--noplots")
 
@@ -233,15 +233,15 @@ class TestOnAGpu:
         yaml = (ROOT / "models" / f"{model}.yaml").read_text()
         (tmp_path / "model.yaml").write_text(yaml.replace("Classify, [nc]", "Classify, [nc, 0.5]"))
         what = ("--data", str(request.getfixturevalue(data)), "--weights", "", "--cfg", str(tmp_path / "model.yaml"))
-        for name, how in (("recorded", ()), ("launched", ("--no-cuda-graph",))):
+        for name, how in (("captured", ()), ("launched", ("--no-cuda-graph",))):
             run_script("train.py", *what, *self.FLAGS, *more, "--project", str(tmp_path), "--name", name, *how)
-        identical(tmp_path / "recorded", tmp_path / "launched")
+        identical(tmp_path / "captured", tmp_path / "launched")
 
     @pytest.mark.gpu
-    def test_a_fault_costs_the_recording_only(
+    def test_a_fault_costs_the_capture_only(
         self, drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     ) -> None:
-        """A layer that reads a value on the host cannot be recorded."""
+        """A layer that reads a value on the host cannot be captured."""
         flags = {"data": str(drawn), "weights": "", "cfg": "yolov5n.yaml", "epochs": 2, "batch_size": 4, "imgsz": 64}
         flags |= {"device": "0", "workers": 0, "noplots": True, "project": str(tmp_path)}
         train.run(**flags, name="launched", no_cuda_graph=True)
@@ -255,5 +255,5 @@ class TestOnAGpu:
 
         monkeypatch.setattr(Conv, "forward", waits)
         train.run(**flags, name="fault")
-        assert capsys.readouterr().out.count("cannot be recorded as a CUDA graph") == 1
+        assert capsys.readouterr().out.count("cannot be captured as a CUDA graph") == 1
         identical(tmp_path / "fault", tmp_path / "launched")
