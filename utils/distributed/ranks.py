@@ -293,7 +293,7 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Return the bytes that this machine, or its container if it has fewer, can use without swapping, but `in_use`."""
+    """Return the bytes that this machine or container can use without swapping, without the memory `in_use`."""
     available: int = psutil.virtual_memory().available
     with suppress(OSError, ValueError, KeyError):  # there is no container, or it has no limit
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
