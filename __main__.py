@@ -31,9 +31,7 @@ def main() -> None:
     )
     parser.add_argument("--version", action="version", version=f"lockstep {VERSION}", help="print the version and exit")
     # The action `version` prints any text.
-    parser.add_argument(
-        "--folder", action="version", version=str(ROOT), help="print the shipped files' folder and exit"
-    )
+    parser.add_argument("--folder", action="version", version=str(ROOT), help="print the files' folder and exit")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help=", ".join(COMMANDS))
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="of the command")
     given = parser.parse_args(sys.argv[1:] or ["--help"])

@@ -179,8 +179,8 @@ class Output:
         frame = frame._replace(image=display_pixels(frame.image))
         if not options.nosave or self.window:
             self._draw(frame, prediction.draw(frame.image, self.style))
-        if options.save_txt and (rows := prediction.label_rows(options.save_conf, options.save_format == 1)):
-            text = "".join(f"{row}\n" for row in rows)
+        if options.save_txt:
+            text = "".join(f"{row}\n" for row in prediction.label_rows(options.save_conf, options.save_format == 1))
             self._write(frame.item, write_text, self.folder / "labels" / f"{stem}.txt", text)
         name = Path(public(frame.title)).name if is_picture else public(frame.title)
         tracks = [] if prediction.ids is None else [prediction.ids.tolist()]

@@ -120,10 +120,8 @@ class Job(NamedTuple):
             model.zero_grad()
 
         device, images = run.accelerator.device, len(data.train.images)
-        logical = options.logical_processes or run.accelerator.num_processes
-        size, parts = memory.fitted_batch(
-            options.batch_size, train_step, model, device, images, run.collectives, logical
-        )
+        count = options.logical_processes or run.accelerator.num_processes
+        size, parts = memory.fitted_batch(options.batch_size, train_step, model, device, images, run.collectives, count)
         if not options.logical_processes:
             fix_threads(run.accelerator, model, size * model.gflops)
         accumulation = hyp.accumulation(size * parts) * parts

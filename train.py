@@ -36,7 +36,7 @@ from utils.config.resume import read_saved_state
 from utils.config.settings import Settings, read_settings
 from utils.console import log
 from utils.distributed.failure import StopRequested, barrier, run_main
-from utils.distributed.launch import log_plan, seed_everything, spawn, start
+from utils.distributed.launch import describe_device, log_plan, seed_everything, spawn, start
 from utils.distributed.model import DistributedModel, place_model, prepare, replicate
 from utils.distributed.ranks import broadcast_from_main
 from utils.distributed.tree import LogicalProcesses
@@ -95,6 +95,7 @@ def train(unresolved: Settings, hooks: Hooks = NO_HOOKS) -> None:  # noqa: PLR09
     accelerator.gradient_accumulation_steps = measured.accumulation  # unknown until the memory is measured
     content = settings.content(model.yaml, model.imgsz, batch_size, measured.run_id, torch.get_num_threads())
     run_log = job.write_inputs(run, data, identity, content, saved)
+    receipt.environment["device"] = describe_device(accelerator.device)  # small steps have fewer threads
     run.files.write_receipt(receipt, content, bool(saved))
 
     # Loaders, loss and evaluation.

@@ -290,6 +290,8 @@ def write_review(evaluate: Evaluator, reviews: list[ImageReview], split: Split, 
     files = [run.path / "review" / f"{row[-1]:04}.jpg" for *_, row in first] if not options.noplots else []
 
     def draw() -> None:
+        for earlier in (run.path / "review").glob("[0-9][0-9][0-9][0-9].jpg"):
+            earlier.unlink()
         for file, shown in zip(files, first, strict=False):
             write_picture(file, draw_review(*shown, split.display_image(shown[0].image, PICTURE_PIXELS), names))
 
@@ -304,8 +306,7 @@ def label_writer(options: ValOptions, folder: Path, images: Sequence[Path]) -> C
     def write(batch: Batch, predictions: Sequence[Prediction]) -> None:
         for info, prediction in zip(batch.infos, predictions, strict=True):
             written = prediction.with_labels() if options.save_hybrid else prediction
-            if rows := written.label_rows(options.save_conf):
-                write_text(files[info.image], "".join(f"{row}\n" for row in rows))
+            write_text(files[info.image], "".join(f"{row}\n" for row in written.label_rows(options.save_conf)))
 
     return write
 

@@ -19,6 +19,7 @@ from torch import nn
 
 import detect
 import train
+import val
 from data.data_yaml import read_data
 from data.labels import load_labels
 from models.yolo import build_model
@@ -81,6 +82,18 @@ def test_several_processes_write_the_same_bytes(flags: dict[str, Any], runs: Pat
     assert files(runs / "two") == files(runs / "exp")
     with forking(printing=True), pytest.raises(UserError, match="exit code 1"):
         detect.run(**{**flags, "save_json": False}, view_img=True, processes=2, project=runs)
+
+
+def test_a_second_run_into_a_folder_leaves_no_labels_of_the_first(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Of detect.py, where pictures without objects then are background, and of val.py."""
+    source, folders = flags["source"][1], [tmp_path / name / "exp" / "labels" for name in ("detect", "val")]
+    data = write_yaml(tmp_path / "data.yaml", {"train": str(source), "val": str(source), "names": NAMES})
+    how = {"weights": flags["weights"], "save_txt": True, "exist_ok": True, "quiet": True, "device": "cpu"}
+    for conf, written in ((0.2, True), (0.9999, False)):
+        detect.run(**how, source=source, conf=conf, project=tmp_path / "detect")
+        val.run(**how, data=data, imgsz=64, workers=0, conf=conf, project=tmp_path / "val")
+        assert [any(folder.iterdir()) for folder in folders] == [written, written]
+    assert len(read_data(str(tmp_path / "detect" / "exp"))._whole_listing("train").images) == 13
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ from tests.faults.fault_points import planted
 from tests.machines import ACCELERATE, CONFIGS, left_behind, on_machine
 from tests.making import write_yaml
 from utils.checkpoint import StateFiles
-from utils.files import lock_folder
+from utils.files import lock_folder, read_yaml
 
 HERE = ("--processes", "2")
 FILES_OF_DATA = {
@@ -98,6 +98,8 @@ def test_a_second_thread_of_a_killed_run(train: Train, resume: Train, undisturbe
     assert "steps are small: 1 thread" in train(tmp_path, "--save-steps", "1", **fault, **how, code=-signal.SIGKILL)
     assert "CPU threads" not in resume(tmp_path, **how)
     identical(tmp_path / "exp", undisturbed)
+    receipt = read_yaml(tmp_path / "exp" / "receipt.yaml")
+    assert (receipt["environment"]["device"], receipt["resumed"]) == ("1 thread", [])
 
 
 @pytest.mark.long

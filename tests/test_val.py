@@ -151,6 +151,8 @@ def test_a_review_on_two_processes(
     rows = read_csv(tmp_path / "1" / "review" / "review.csv")
     assert list(rows[0]) == ["image", "kind", "class", "predicted class", "confidence", "overlap", "box", "rank"]
     assert f"{len(rows)} contradictions (" in printed
+    run_script("val.py", *what, *how, "--review", "1", "--name", "1", "--exist-ok", plots=True, OMP_NUM_THREADS="1")
+    assert sorted(contents(tmp_path / "1" / "review")) == ["0001.jpg", "review.csv"]
 
 
 def test_each_data_set_has_the_scores_of_a_validation_of_it_alone(

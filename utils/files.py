@@ -228,13 +228,15 @@ def write_bytes(path: Path, content: Any) -> None:
 
 
 def write_text(path: Path, text: str, append: bool = False) -> None:
-    """Write a new text file in place of a file or link, whose target stays, or `append` to it. Raises `UserError`."""
+    """Write a new text file, never through a link, or `append` to it; "" removes the file. Raises `UserError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not append:
             path.unlink(missing_ok=True)
         with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
+        if not text:
+            path.unlink()
     except OSError as error:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror}") from None
 
