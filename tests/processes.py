@@ -94,8 +94,7 @@ def _become_script(words: Sequence[str], variables: Mapping[str, str], outputs: 
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(variables)
+    _replace_environment(variables)
     os.chdir(ROOT)
     sys.path.insert(0, str(Path(words[0]).parent))
     sys.argv = list(words)
@@ -161,18 +160,23 @@ def forking(printing: bool = False) -> Iterator[tuple[str, Mapping[str, str]]]:
 
 
 class _Environment(dict[str, str]):
-    """The variables that this process has when it starts another one, without those that are read at the import."""
+    """The variables that this process has when it starts another one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ({name: value for name, value in os.environ.items() if name not in AT_IMPORT},)
+        return dict, (dict(os.environ),)
 
 
 def _enter(variables: Mapping[str, str], outputs: Sequence[str], *arguments: Any) -> None:
     for number, file in enumerate(outputs, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.getppid = _parent  # not the server
-    os.environ.update(variables)
+    _replace_environment(variables)
     launch._enter(*arguments)  # not patched here
+
+
+def _replace_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()  # the server's, which may have been started within a call
+    os.environ.update(variables)
 
 
 def _parent() -> int:
@@ -182,6 +186,6 @@ def _parent() -> int:
 
 
 def _alone(rank: int, function: Callable[[], object], variables: Mapping[str, str]) -> None:
-    os.environ.update(variables)
+    _replace_environment(variables)
     multiprocessing.set_start_method(None, force=True)
     function()
