@@ -120,8 +120,10 @@ class Job(NamedTuple):
             model.zero_grad()
 
         device, images = run.accelerator.device, len(data.train.images)
-        count = options.logical_processes or run.accelerator.num_processes
-        size, parts = memory.fitted_batch(options.batch_size, train_step, model, device, images, run.collectives, count)
+        logical = options.logical_processes or run.accelerator.num_processes
+        size, parts = memory.fitted_batch(
+            options.batch_size, train_step, model, device, images, run.collectives, logical
+        )
         if not options.logical_processes:
             fix_threads(run.accelerator, model, size * model.gflops)
         accumulation = hyp.accumulation(size * parts) * parts

@@ -180,7 +180,7 @@ def call_main(
         except SystemExit as end:
             code = int(end.code or 0)
         gc.collect()  # releases the lock of the run folder
-        gc.freeze()
+        gc.freeze()  # the next collection need not visit what is left
         return code, "".join(capfd.readouterr())
 
     yield call

@@ -23,7 +23,7 @@ from models.yolo import build_model
 from tests.whole_runs import Parts
 
 MODELS = (("yolov5n", 64), ("yolov5x", 32), ("yolov9t", 16))
-WARM_UP, STEPS = 5, 5  # kernels are recorded in the fourth step
+WARM_UP, STEPS = 5, 5  # kernels are captured in the fourth step
 # Kinds of kernels by a part of their names, the first that fits.
 KINDS = {
     "BatchNorm and SiLU, fused": ("_moments", "_normalise", "_gradients", "_input_gradient"),
@@ -87,12 +87,12 @@ def maps(here: Machine, model: str, imgsz: int) -> Counter[tuple[int, ...]]:
     shapes: Counter[tuple[int, ...]] = Counter()
     plain = norm_and_activate
 
-    def recorded(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
+    def counted(x: Tensor, norm: nn.Module, activation: nn.Module) -> Tensor:
         if isinstance(activation, nn.SiLU):
             shapes[tuple(x.shape[1:])] += 1
         return plain(x, norm, activation)
 
-    with patch("models.layers.norm_and_activate", recorded), torch.no_grad():
+    with patch("models.layers.norm_and_activate", counted), torch.no_grad():
         network = build_model(f"{model}.yaml", imgsz=imgsz).to(here.torch_device)
         shapes.clear()
         network.eval()(torch.zeros(1, 3, imgsz, imgsz, device=here.torch_device))
@@ -100,7 +100,7 @@ def maps(here: Machine, model: str, imgsz: int) -> Counter[tuple[int, ...]]:
 
 
 def replayed_seconds(here: Machine, call: Callable[[], object]) -> float:
-    """Return the seconds of a call's kernels, recorded as a CUDA graph; of the call itself without a GPU."""
+    """Return the seconds of a call's kernels, captured as a CUDA graph; of the call itself without a GPU."""
     if not here.on_gpu:
         return here.seconds(call, 1, 2)
     for _ in range(2):

@@ -106,7 +106,7 @@ def determinism(here: Machine) -> None:
 
 
 def logical(here: Machine) -> None:
-    """Compare four logical processes on one process with two, and with one; then kernels recorded under DDP."""
+    """Compare four logical processes on one process with two, and with one; then kernels captured under DDP."""
     for precision in here.precisions[:2]:
         four, one = (train(here, f"{count}-{precision}", precision, "--logical-processes", count) for count in "41")
         two = train_over_gloo(here, f"shared-{precision}", precision, "--logical-processes", "4")
@@ -116,10 +116,10 @@ def logical(here: Machine) -> None:
             **{"two processes": same(four, two)},
             **{f"from 1: {name}": value for name, value in gap(four, one).items()},
         )
-    recorded = train_over_gloo(here, "recorded", here.precisions[:2][-1])
+    captured = train_over_gloo(here, "captured", here.precisions[:2][-1])
     launched = train_over_gloo(here, "launched", here.precisions[:2][-1], "--no-cuda-graph")
-    title = "Two processes of yolov5n that share the GPU, two epochs: kernels recorded, and launched one by one"
-    row(title, bytes=same(recorded, launched))
+    title = "Two processes of yolov5n that share the GPU, two epochs: kernels captured, and launched one by one"
+    row(title, bytes=same(captured, launched))
 
 
 def devices(here: Machine, count: int) -> list[str]:

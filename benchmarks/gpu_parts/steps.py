@@ -1,4 +1,4 @@
-"""Training steps on one batch that is on the device already: their time and memory, recorded, compiled; what waits."""
+"""Training steps on one batch that is on the device already: their time and memory, captured, compiled; what waits."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def digest(parts: Parts) -> str:
 
 
 def recorded(here: Machine) -> None:
-    """Compare networks whose kernels are recorded as CUDA graphs, and launched one by one: the same bytes? How fast?"""
+    """Compare networks whose kernels are captured as CUDA graphs, and launched one by one: the same bytes? How fast?"""
 
     def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float, str]]:
         seconds = yield from step_seconds(here, shares)

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
@@ -137,20 +137,21 @@ def profile_window(text: str) -> tuple[int, int]:
 
 
 def typed_values(
-    kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str]
+    kind: type[DataclassInstance], values: Mapping[str, Any], named: Callable[[str], str], known: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return values by field name as the types of the fields of `kind`.
+    """Return values by field name as the types of the fields of `kind`, or of those that are `known`.
 
     Raises `UserError`, in which `named` names a field, also for an unknown name and for a value in `REFUSED`.
     """
-    hints, known, result = typing.get_type_hints(kind), kind.__dataclass_fields__, {}
+    hints, all_fields, result = typing.get_type_hints(kind), kind.__dataclass_fields__, {}
+    known = known or all_fields
     for key, value in values.items():
         for word in value if isinstance(value, (list, tuple)) else [value]:
             if instead := REFUSED.get(f"{key} {word}"):
                 raise UserError(f"{named(key)} {word} {instead}")
         if key not in known:
             raise UserError(f"{named(key)} is unknown{nearest(str(key), known)}; correct or remove it")
-        metadata = known[key].metadata
+        metadata = all_fields[key].metadata
         try:
             result[key] = typed(hints[key], metadata, value)
         except WRONG_VALUE:

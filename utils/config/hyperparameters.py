@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from utils.config.flags import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range, TrainOptions, flags_of, typed_values
 from utils.console import log
-from utils.errors import UserError, nearest, plural
+from utils.errors import UserError, plural
 from utils.files import ROOT, find_file, read_yaml
 
 if TYPE_CHECKING:
@@ -249,13 +249,9 @@ def suggested_defaults(values: object, source: Path, kind: str = "data") -> dict
     if not isinstance(values, dict):
         raise UserError(f"{source}: `defaults` must be lines such as `imgsz: 64`, not {values!r}")
     known = [field.name for field in flags_of(TrainOptions) if kind in field.metadata["suggested"]]
-    for key in values.keys() - {*known}:
-        raise UserError(
-            f"{source}: `{key}` under `defaults` is unknown{nearest(str(key), known)}; correct or remove it"
-        )
     if ":" in str(code := values.get("optimizer", "")):
         raise UserError(f"{source}: `optimizer: {code}` under `defaults` would import code; give --optimizer {code}")
-    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format)
+    return typed_values(TrainOptions, values, f"{source}: `{{}}` under `defaults`".format, known)
 
 
 def find_hyperparameters(name: str) -> Path:

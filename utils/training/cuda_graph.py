@@ -1,4 +1,4 @@
-"""Record kernels as CUDA graphs, so that the host launches a few graphs a step, not thousands of kernels.
+"""Capture kernels as CUDA graphs, so that the host launches a few graphs a step, not thousands of kernels.
 
 Called by train.py and steps. A step of a small network takes as long as the host takes to launch its kernels, whatever
 the GPU. A graph repeats the same kernels on the same memory, so no byte of a run changes.
@@ -30,12 +30,12 @@ WARM_UP_CALLS = 3  # calls before a capture: libraries then have their handles a
 # validation and other batches need memory of their own.
 MEMORY_SHARE = 0.4
 MAX_CAPTURES = 12  # of a function; with further shapes it is called
-RECORDABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
+CAPTURABLE_PACKAGES = {"models", "torch", "torchvision", "utils"}  # whose layers are known to work
 CAPTURE_MODE = "thread_local"  # other threads, such as the one that pins batches, may use CUDA during a capture
 
 
 def can_capture(model: DistributedModel) -> bool:
-    """Return whether kernels of a training step on a GPU can be captured: no layer waits for another process.
+    """Return whether the kernels of a training step on a GPU can be captured: no layer may wait for another process.
 
     A user's layer may do what a capture does not repeat, such as counting its calls. A compiled model has kernels of
     its own.
@@ -44,7 +44,7 @@ def can_capture(model: DistributedModel) -> bool:
     packages = {type(layer).__module__.partition(".")[0] for layer in model.layers}
     waits = state.deepspeed_plugin is not None or any(isinstance(layer, nn.SyncBatchNorm) for layer in model.layers)
     compiled = state.dynamo_plugin.backend != DynamoBackend.NO
-    return packages <= RECORDABLE_PACKAGES and not (waits or compiled)
+    return packages <= CAPTURABLE_PACKAGES and not (waits or compiled)
 
 
 def capture_kernels(model: DistributedModel, task: Task, criterion: Criterion, enabled: bool) -> Criterion:
@@ -61,12 +61,12 @@ def capture_kernels(model: DistributedModel, task: Task, criterion: Criterion, e
 
 
 class Capturer:
-    """Records the functions of a training step, as long as there is memory for it and none fails."""
+    """Captures the functions of a training step, as long as there is memory for it and none fails."""
 
     def __init__(self, copies: bool = True) -> None:
         self.enabled = True
         self.copies = copies  # whether to copy the gradients of parameters, which the next replay overwrites
-        self.memory: set[int] = set()  # addresses of captured outputs, which other captures read where they are
+        self.memory: set[int] = set()  # addresses of captured outputs, which other captures read in place
 
     def captured(self, function: Function, module: nn.Module | None = None, turns: int = 1) -> Function:
         """Return a function that does the same, and replays its kernels if it can.

@@ -222,7 +222,7 @@ class ModelEMA:
         # 1 - decay, written so that it is exact if it is small
         weight = ((1 - DECAY) + DECAY * (-self.updates / self.ramp).exp()) * taken
         averages, live = self._floating(self.replicas), self._floating(models)
-        if weight.device.type == "cpu":  # in one pass: a third of the time
+        if weight.device.type == "cpu":  # in a third of the time; on a GPU the host would wait for the weight
             torch._foreach_lerp_(averages, live, float(weight))
             return
         differences = torch._foreach_sub(live, averages)

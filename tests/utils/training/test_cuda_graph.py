@@ -107,7 +107,7 @@ def test_network_head_and_loss_are_replayed_with_the_same_gradients(device: Simp
 def test_networks_of_logical_processes_are_replayed_together(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And each has captures of its own for the head and the loss."""
+    """Each network has captures of its own for the head and the loss."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: stream)
