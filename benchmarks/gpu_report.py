@@ -41,15 +41,17 @@ class Part(NamedTuple):
     purpose: str
 
 
-# 26 minutes in all
+# 30 minutes in all
 PARTS = {
     "waits": Part("steps", 90, "operations of the loop that wait for the device"),
     "parity": Part("parity", 100, "loss, gradients and mAP against the CPU"),
     "determinism": Part("runs", 180, "equal runs, and a run that is killed and resumed"),
-    "logical": Part("runs", 90, "--logical-processes on one GPU"),
+    "logical": Part("runs", 150, "--logical-processes on one GPU"),
+    "cost": Part("steps", 40, "a step of --logical-processes 4 against a plain one: at most 1.25 times as long"),
     "tests": Part("tests", 180, "the tests marked gpu"),
     "steps": Part("steps", 150, "training steps of all sizes"),
     "kernels": Part("kernels", 80, "kernels of a training step"),
+    "dfine": Part("dfine", 120, "D-FINE: equal runs, and its steps"),
     "norms": Part("kernels", 70, "BatchNorm and SiLU, fused against torch's kernels"),
     "peers": Part("peers", 110, "YOLOv5 and ultralytics, if they are carried"),
     "validation": Part("rates", 60, "inference and suppression per image"),
@@ -61,6 +63,7 @@ PARTS = {
 }
 PAIR_PARTS = {
     "curves": Part("runs", 300, "two processes against one"),
+    "algorithms": Part("runs", 300, "two processes by NCCL's ring and tree, and with the devices exchanged"),
     "zero": Part("runs", 300, "DeepSpeed ZeRO on two devices"),
     "scaling": Part("runs", 300, "images per second on one and two"),
     "tests": Part("tests", 300, "the tests marked gpu2"),

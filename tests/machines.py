@@ -47,9 +47,9 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-def by_hand(rank: int, port: str, address: str = "127.0.0.1") -> dict[str, str]:
-    """Return a launcher's environment variables for one of two machines with one process each."""
-    here = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+def by_hand(rank: int, port: str, address: str = "127.0.0.1", count: int = 2) -> dict[str, str]:
+    """Return a launcher's environment variables for one of `count` machines with one process each."""
+    here = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1"}
     return {**here, "MASTER_ADDR": address, "MASTER_PORT": port}
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,13 @@ from models.layers import norm_and_activate
 from models.yolo import build_model
 from tests.whole_runs import Parts
 
-MODELS = (("yolov5n", 64), ("yolov5x", 32), ("yolov9t", 16))
+MODELS: Sequence[tuple[str, int, Sequence[str]]] = (
+    ("yolov5n", 64, ()),
+    ("yolov5x", 32, ()),
+    ("yolov9t", 16, ()),
+    ("yolov5s", 16, ()),
+    ("yolov5s", 16, ("--logical-processes", "4")),
+)
 WARM_UP, STEPS = 5, 5  # kernels are captured in the fourth step
 # Kinds of kernels by a part of their names, the first that fits.
 KINDS = {
@@ -58,10 +64,11 @@ def kernels(here: Machine) -> None:
             seconds = time.perf_counter() - begun
         return profiled.key_averages(), seconds / STEPS
 
-    for model, batch in MODELS[:1] if here.quick else MODELS:
+    for model, batch, flags in MODELS[:1] if here.quick else MODELS:
         batch, imgsz = here.size(batch)
-        events, whole = take_steps(here, model, imgsz, batch, profiled_steps)
-        about, seconds, counts = {"model": model, "batch": batch}, Counter[str](), Counter[str]()
+        events, whole = take_steps(here, model, imgsz, batch, profiled_steps, *flags)
+        about = {"model": " ".join((model, *flags)), "batch": batch}
+        seconds, counts = Counter[str](), Counter[str]()
         for event in events:
             kinds = [kind for kind, names in KINDS.items() if any(name in event.key for name in names)]
             for kind in (kinds[0], "all"):
@@ -166,7 +173,7 @@ def norms(here: Machine) -> None:
         for wanted in (False, True):
             with fused(wanted):
                 found.append(timed(here, model, imgsz, batch, *flags))
-        (by_torch, torch_peak), (ours, our_peak) = found
+        (by_torch, torch_peak, _), (ours, our_peak, _) = found
         columns = {"torch": rounded(by_torch * 1000), "fused": rounded(ours * 1000), "ratio": rounded(by_torch / ours)}
         columns |= {"torch, peak GiB": torch_peak, "fused, peak GiB": our_peak}
         row(f"Steps in bf16, batch {batch} at {imgsz} px, ms", model=" ".join((model, *flags)), **columns)

@@ -106,7 +106,7 @@ def peers(here: Machine) -> None:
     compare_suppression(here, here.carried / "yolov5")
     batch, imgsz = here.size(16)
     for model in MODELS[:1] if here.quick else MODELS:
-        ours, _ = timed(here, model, imgsz, batch, "--data", str(here.photos(times=16)))
+        ours = timed(here, model, imgsz, batch, "--data", str(here.photos(times=16))).seconds
         columns = {"model": model, "ours, ms": rounded(ours * 1000)}
         for name, (folder, code) in STEPS.items():
             if (here.carried / folder).is_dir():

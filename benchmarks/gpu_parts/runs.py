@@ -1,4 +1,4 @@
-"""Whole runs of two epochs of yolov5n that must have the same results: repeated, resumed, on other processes."""
+"""Whole runs of two epochs that must have the same results: repeated, resumed, on other processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import patch
 
 from benchmarks.gpu_parts.measuring import Machine, rounded, row, run, script
 from benchmarks.same_results import differences, kill_at
@@ -18,6 +19,12 @@ from tests.machines import by_hand
 from utils.files import ROOT
 
 KILL_AT = 3  # optimizer step
+SYNCHRONISED = {
+    "DDP": (),
+    "--sync-bn": ("--sync-bn",),
+    "--logical-processes 4": ("--logical-processes", "4"),
+}
+WAYS = {"ring": ({"NCCL_ALGO": "Ring"}, 1), "tree": ({"NCCL_ALGO": "Tree"}, 1), "devices exchanged": ({}, -1)}
 STAGES = ("zero1", "zero2", "zero3")
 # NCCL refuses two processes on one GPU. As two machines of one GPU each, over gloo, they share it.
 OVER_GLOO = """
@@ -32,21 +39,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_flags(here: Machine, name: str, precision: str, *more: str) -> list[str]:
+def run_flags(here: Machine, name: str, precision: str, *more: str, model: str = "yolov5n") -> list[str]:
     """Return flags of train.py for a run whose results are compared."""
     size = (64, 8) if here.quick else (320, 32)
     how = ("--epochs", "2", "--workers", "1", "--mixed-precision", precision, "--name", name)
-    return here.flags("yolov5n", *size, *how, *more)
+    return here.flags(model, *size, *how, *more)
 
 
-def train(here: Machine, name: str, precision: str, *more: str, launcher: Sequence[str] = ()) -> Path:
+def train(
+    here: Machine, name: str, precision: str, *more: str, launcher: Sequence[str] = (), model: str = "yolov5n"
+) -> Path:
     """Train, and return the run folder."""
-    script("train.py", *run_flags(here, name, precision, *more), launcher=launcher)
+    script("train.py", *run_flags(here, name, precision, *more, model=model), launcher=launcher)
     return here.scratch / "runs" / name
 
 
-def train_over_gloo(here: Machine, name: str, precision: str, *more: str) -> Path:
-    """Train on two processes that share the device. Raises RuntimeError with the end of their output."""
+def train_over_gloo(here: Machine, name: str, precision: str, *more: str, count: int = 2) -> Path:
+    """Train on `count` processes that share the device. Raises RuntimeError with the end of their output."""
     flags = run_flags(here, name, precision, *more)
     if here.on_gpu:  # the numbers of --device are those of a machine's devices
         del flags[(place := flags.index("--device")) : place + 2]
@@ -58,12 +67,12 @@ def train_over_gloo(here: Machine, name: str, precision: str, *more: str) -> Pat
         subprocess.Popen(
             [sys.executable, "-c", OVER_GLOO, str(ROOT / "train.py"), *flags],
             cwd=ROOT,
-            env={**os.environ, **by_hand(rank, port), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
+            env={**os.environ, **by_hand(rank, port, count=count), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in (0, 1)
+        for rank in range(count)
     ]
     printed = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
@@ -71,10 +80,11 @@ def train_over_gloo(here: Machine, name: str, precision: str, *more: str) -> Pat
     return here.scratch / "runs" / name
 
 
-def train_killed(here: Machine, name: str, precision: str) -> Path:
+def train_killed(here: Machine, name: str, precision: str, *more: str, model: str = "yolov5n") -> Path:
     """Start a run that saves every step, kill it, and resume it."""
     folder = here.scratch / "runs" / name
-    command = [sys.executable, str(ROOT / "train.py"), *run_flags(here, name, precision, "--save-steps", "1")]
+    flags = run_flags(here, name, precision, "--save-steps", "1", *more, model=model)
+    command = [sys.executable, str(ROOT / "train.py"), *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True, text=True)
     kill_at(process, folder, KILL_AT)
     script("train.py", "--resume", str(folder))
@@ -106,7 +116,10 @@ def determinism(here: Machine) -> None:
 
 
 def logical(here: Machine) -> None:
-    """Compare four logical processes on one process with two, and with one; then kernels captured under DDP."""
+    """Compare four logical processes on one process with two, and with one, and eight on one process with three.
+
+    Then kernels captured under DDP.
+    """
     for precision in here.precisions[:2]:
         four, one = (train(here, f"{count}-{precision}", precision, "--logical-processes", count) for count in "41")
         two = train_over_gloo(here, f"shared-{precision}", precision, "--logical-processes", "4")
@@ -116,15 +129,20 @@ def logical(here: Machine) -> None:
             **{"two processes": same(four, two)},
             **{f"from 1: {name}": value for name, value in gap(four, one).items()},
         )
-    captured = train_over_gloo(here, "captured", here.precisions[:2][-1])
-    launched = train_over_gloo(here, "launched", here.precisions[:2][-1], "--no-cuda-graph")
+    precision, eight = here.precisions[:2][-1], ("--logical-processes", "8")
+    expected = train(here, "eight", precision, *eight)
+    actual = train_over_gloo(here, "three", precision, *eight, count=3)
+    title = "--logical-processes 8 of yolov5n, two epochs: on one process, and on three that have 3, 3 and 2 of them"
+    row(title, bytes=same(expected, actual))
+    captured = train_over_gloo(here, "captured", precision)
+    launched = train_over_gloo(here, "launched", precision, "--no-cuda-graph")
     title = "Two processes of yolov5n that share the GPU, two epochs: kernels captured, and launched one by one"
     row(title, bytes=same(captured, launched))
 
 
-def devices(here: Machine, count: int) -> list[str]:
-    """Return flags for one device or two of a pair, or CPU processes."""
-    own = ",".join(here.device.split(",")[:count])
+def devices(here: Machine, count: int, order: int = 1) -> list[str]:
+    """Return flags for one device or two of a pair, or CPU processes. order: -1 exchanges the devices."""
+    own = ",".join(here.device.split(",")[:count][::order])
     return ["--device", own, *([] if here.on_gpu else ["--processes", str(count)])]
 
 
@@ -135,6 +153,21 @@ def curves(here: Machine) -> None:
             train(here, f"{count}-{precision}", precision, "--sync-bn", *devices(here, count)) for count in (1, 2)
         )
         row("Two processes against one, with --sync-bn: largest differences", precision=precision, **gap(one, two))
+
+
+def algorithms(here: Machine) -> None:
+    """Compare the bytes of runs on two devices: NCCL adds in a ring, or in a tree, or the devices are exchanged."""
+    precision = here.precisions[:2][-1]
+    for kind, flags in SYNCHRONISED.items():
+        folders = {}
+        for way, (variables, order) in WAYS.items():
+            with patch.dict(os.environ, variables):
+                folders[way] = train(here, f"{kind} {way}", precision, *flags, *devices(here, 2, order))
+        if "--logical-processes" in flags:
+            folders["one device"] = train(here, f"{kind} one", precision, *flags, *devices(here, 1))
+        first, *others = folders
+        columns = {f"{first} and {way}": same(folders[first], folders[way]) for way in others}
+        row("Two devices, two epochs of yolov5n", precision=precision, kind=kind, **columns)
 
 
 def zero(here: Machine) -> None:
@@ -164,4 +197,4 @@ def scaling(here: Machine) -> None:
 
 
 if __name__ == "__main__":
-    run(determinism, logical, curves, zero, scaling)
+    run(determinism, logical, curves, algorithms, zero, scaling)

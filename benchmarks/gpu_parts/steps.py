@@ -6,11 +6,12 @@ import hashlib
 import itertools
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -41,6 +42,7 @@ RECORDED = (
     ("yolov5n", 16, "bf16", "--freeze", "backbone"),
 )
 BATCH = 64
+MAX_COST = 1.25  # of a step of --logical-processes 4, times a plain one
 MULTIPLES = (1.0, 1.1, 1.2, 1.3, 1.5)  # of AutoBatch's choice, which leaves a fifth of the memory
 
 
@@ -79,14 +81,35 @@ def step_seconds(here: Machine, shares: Any) -> Generator[Any, None, float]:
     return statistics.median(times[warmup:])
 
 
-def timed(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> tuple[float, float]:
-    """Return the median seconds of a step, and the peak memory in GiB."""
+class Timed(NamedTuple):
+    """The median seconds of a step, the peak memory in GiB, and the share of the device's peak, as `step/mfu`."""
 
-    def measured(parts: Parts, shares: Any) -> Generator[Any, None, tuple[float, float]]:
+    seconds: float
+    peak_gib: float
+    mfu: float
+
+
+def timed(here: Machine, model: str, imgsz: int, batch: int, *flags: str) -> Timed:
+    """Measure a step."""
+
+    def measured(parts: Parts, shares: Any) -> Generator[Any, None, Timed]:
         seconds = yield from step_seconds(here, shares)
-        return seconds, here.peak_gib()
+        return Timed(seconds, here.peak_gib(), batch / seconds * parts.steps.log.image_mfu)
 
     return take_steps(here, model, imgsz, batch, measured, *flags)
+
+
+def cost(here: Machine) -> None:
+    """Compare steps of --logical-processes 4 with plain ones. Raises SystemExit if they are too long on a GPU."""
+    batch, imgsz = here.size(16)
+    model, flags = "yolov5n" if here.quick else "yolov5s", ("--logical-processes", "4")
+    plain, four = timed(here, model, imgsz, batch), timed(here, model, imgsz, batch, *flags)
+    ratio = four.seconds / plain.seconds
+    columns = {"plain": rounded(plain.seconds * 1000), "4 logical processes": rounded(four.seconds * 1000)}
+    columns |= {"ratio": rounded(ratio), "peak GiB": f"{plain.peak_gib}, {four.peak_gib}"}
+    row(f"Steps in bf16, batch {batch} at {imgsz} px, ms", model=model, **columns)
+    if here.on_gpu and ratio > MAX_COST:
+        sys.exit(f"a step of --logical-processes 4 takes {ratio:.2f} times as long as a plain one, over {MAX_COST}")
 
 
 def operations(here: Machine, model: str, imgsz: int, batch: int) -> int:
@@ -109,10 +132,11 @@ def steps(here: Machine) -> None:
     row("Peak of this device, measured", **{"TFLOP/s, bf16": rounded(peak / 1e12)})
     batch, imgsz = here.size(BATCH)
     for model in MODELS[:1] if here.quick else MODELS:
-        seconds, peak_gib = timed(here, model, imgsz, batch)
+        seconds, peak_gib, mfu = timed(here, model, imgsz, batch)
         flops = operations(here, model, imgsz, batch)
         columns = {"ms": rounded(seconds * 1000), "images/s": rounded(batch / seconds), "peak GiB": peak_gib}
-        columns |= {"TFLOP": rounded(flops / 1e12), "share of peak FLOP/s": rounded(flops / seconds / peak, 2)}
+        columns |= {"step/mfu": rounded(mfu, 2), "TFLOP": rounded(flops / 1e12)}
+        columns["share of peak FLOP/s"] = rounded(flops / seconds / peak, 2)
         row(f"Steps in bf16, batch {batch} at {imgsz} px", model=model, **columns)
 
 
@@ -122,8 +146,8 @@ def compiled(here: Machine) -> None:
     for model in COMPILED[:1] if here.quick else COMPILED:
         try:
             with patch.dict(os.environ, {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}):
-                seconds, peak_gib = timed(here, model, imgsz, batch)
-            columns: dict[str, Any] = {"ms": rounded(seconds * 1000), "peak GiB": peak_gib}
+                measured = timed(here, model, imgsz, batch)
+            columns: dict[str, Any] = {"ms": rounded(measured.seconds * 1000), "peak GiB": measured.peak_gib}
         except Exception as error:  # a compiler's: the next row is still of use
             columns = {"note": f"{type(error).__name__}: {str(error)[:200]}"}
         row(f"Steps of a compiled model in bf16, batch {batch} at {imgsz} px", model=model, **columns)
@@ -226,4 +250,4 @@ def waits(here: Machine) -> None:
 
 
 if __name__ == "__main__":
-    run(steps, compiled, recorded, fitting, waits)
+    run(steps, cost, compiled, recorded, fitting, waits)

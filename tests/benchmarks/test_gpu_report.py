@@ -6,17 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import gpu_data, gpu_report
+from benchmarks.gpu_parts import steps
+from benchmarks.gpu_parts.measuring import Machine
+from benchmarks.gpu_parts.steps import Timed
 from benchmarks.gpu_report import MARKER, PAIR_PARTS, PARTS, Part, run_part
+from tests.conftest import NOT_HERE
 from tests.making import write_image
 from utils.files import ROOT
 
-MINUTES, PART_MINUTES = 26, 8  # at most, of all parts and of one
+MINUTES, PART_MINUTES = 30, 8  # at most, of all parts and of one
 
 
 def report(folder: Path, *flags: str, hide: bool = True) -> list[dict[str, Any]]:
@@ -45,7 +50,23 @@ def test_the_parts_on_the_cpu(part: str, tmp_path: Path) -> None:
     if part == "parity":
         assert rows[0]["gradients"] == rows[0]["loss"] == 0.0
     if part == "logical":
-        assert rows[0]["two processes"] == "identical"
+        assert rows[0]["two processes"] == rows[1]["bytes"] == rows[2]["bytes"] == "identical"
+
+
+@pytest.mark.long
+def test_dfine_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason=f"{NOT_HERE}examples/dfine/requirements-dfine.txt")
+    equal, times = report(tmp_path, "--part", "dfine", hide=False)
+    assert (equal["a second run"], equal["killed and resumed"]) == ("identical", "identical")
+    assert times["deterministic, ms"] > 0
+
+
+@pytest.mark.parametrize(("ratio", "fails"), [(1.2, False), (1.3, True)])
+def test_logical_processes_that_cost_too_much(ratio: float, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([Timed(1.0, 1.0, 0.5), Timed(ratio, 1.0, 0.5)])
+    monkeypatch.setattr(steps, "timed", lambda *given: next(times))
+    with pytest.raises(SystemExit, match=r"takes 1\.30 times") if fails else nullcontext():
+        steps.cost(Machine("0", True, Path(), Path()))
 
 
 @pytest.mark.long
@@ -53,6 +74,9 @@ def test_the_parts_on_the_cpu(part: str, tmp_path: Path) -> None:
 def test_the_parts_of_two_gpus_over_gloo(part: str, tmp_path: Path) -> None:
     rows = report(tmp_path, "--pair", "--part", part, hide=part != "zero")
     assert len(rows[0]) > 5
+    if part == "algorithms":
+        assert [row["ring and devices exchanged"] for row in rows] == 3 * ["identical"]
+        assert rows[2]["ring and one device"] == "identical"
     if part in ("curves", "zero"):
         assert rows[0]["losses"] < 1e-4
 
