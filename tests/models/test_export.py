@@ -19,6 +19,7 @@ from models.tasks.contract import Thresholds
 from models.tasks.detect import DecodedDetector, SuppressedDetector
 from models.weights import read_weights
 from models.yolo import build_model
+from tests.conftest import not_here
 from tests.making import tiny_detector
 from utils.config.flags import OPSETS
 from utils.errors import UserError
@@ -230,10 +231,17 @@ def test_a_format_that_does_not_support_a_model(tmp_path: Path) -> None:
 # Phones
 
 
+def require(package: str) -> None:
+    """Skip the test if a package cannot be installed here."""
+    if package == "litert_torch" and sys.version_info < (3, 11):
+        not_here("litert-torch, which needs Python 3.11")
+    pytest.importorskip(package)
+
+
 @pytest.mark.parametrize("name", MOBILE)
 def test_formats_of_phones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compute what the model computes, and have its metadata; what is missing is named with its pip line."""
-    pytest.importorskip(MOBILE[name])
+    require(MOBILE[name])
     metadata = replace(METADATA, dynamic=False, imgsz=(32, 48), batch=2)
     path = write(ExportJob(detector(), metadata), name, tmp_path / "best")
     if name == "coreml":  # only a Mac runs it
@@ -261,7 +269,7 @@ def test_formats_of_phones(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_int8(name: str, tmp_path: Path) -> None:
     """Boxes and confidences stay near the model's; the same images give the same bytes of ONNX."""
-    pytest.importorskip({"openvino": "nncf", "tflite": "litert_torch"}.get(name, name))
+    require({"openvino": "nncf", "tflite": "litert_torch"}.get(name, name))
     metadata, calibration = replace(METADATA, dynamic=False, imgsz=(32, 48)), [images(1, 32, 48)]
     paths = [
         write(ExportJob(detector(), metadata, calibration=lambda: calibration), name, tmp_path / stem)

@@ -221,7 +221,7 @@ def with_row(index: int, row: Any) -> dict[str, Any]:
         (2, [-1, 1, "nn.Upsampel", [None, 2]]),
         (2, [-1, 1, "nn.functional.relu", []]),
         *((2, [-1, 1, f"nn.{name}", []]) for name in ("Parameter", "MSELoss", "Module", "MaxPool2d")),
-        *((2, [-1, 1, f"nn.{name}", [8, 8]]) for name in ("LazyConv2d", "LSTM", "Embedding", "MultiheadAttention")),
+        *((2, [-1, 1, f"nn.{name}", [8, 8]]) for name in ("LazyConv2d", "LSTM", "MultiheadAttention")),
         (1, [-1, "C3", [64]]),
         (1, [-1, 0, "C3", [64]]),
         (1, [-1, 1, "C3", 64]),
