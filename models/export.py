@@ -295,11 +295,12 @@ class ExportJob:
         """Return the model as a graph of torch's operators."""
         shapes, stride = None, self.metadata.stride
         if self.metadata.dynamic:
-            # At least two strides: torch.export makes sizes of 1 static.
-            most = MAX_EXPORT_SIDE_PIXELS // stride
-            sides = [torch.export.Dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width")]
-            height, width = (stride * side if stride > 1 else side for side in sides)
-            shapes = ({0: torch.export.Dim("batch", min=1, max=MAX_EXPORT_BATCH), 2: height, 3: width},)
+            # At least two strides: torch.export makes sizes of 1 static. Without a name it does not ask that later maps
+            # are larger than 1 too, as those of a classifier of small images are not.
+            dim, most = torch.export.Dim, MAX_EXPORT_SIDE_PIXELS // stride
+            named = [stride * dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width") if stride > 1]
+            height, width = named or [dim.DYNAMIC(min=2, max=most)] * 2
+            shapes = ({0: dim("batch", min=1, max=MAX_EXPORT_BATCH), 2: height, 3: width},)
         program = torch.export.export(self.model, (self.example,), dynamic_shapes=shapes, strict=False)
         for node in program.graph.nodes:
             node.meta.pop("stack_trace", None)  # it names folders of this machine

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from models.export import ONNX_OPSET, Exported, ExportJob, ExportMetadata, read_exported, read_model, write
+from models.tasks.classify import ClassificationRecipe, ClassificationTask
 from models.tasks.contract import Thresholds
 from models.tasks.detect import DecodedDetector, SuppressedDetector
 from models.weights import read_weights
@@ -89,6 +90,18 @@ def test_any_size(name: str, dynamic: dict[str, Path]) -> None:
         assert isinstance(given, Tensor)
         scale = torch.tensor([64.0] * 4 + [1.0] * 4)  # boxes in pixels, then scores
         assert float(((given - expected) / scale).abs().max()) < 1e-5, size
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_classifier_of_any_size(name: str, tmp_path: Path) -> None:
+    """Its stride is 1, and maps of small images have one pixel."""
+    torch.manual_seed(0)
+    task = ClassificationTask(NAMES, ClassificationRecipe())
+    model = task.export_module(task.build_model({"architecture": "resnet18"}, 64).eval(), None)
+    path = write(ExportJob(model, replace(METADATA, task="classify", stride=1)), name, tmp_path / "best")
+    with torch.no_grad():
+        for size in ((1, 64, 64), (3, 9, 10), (2, 33, 70)):
+            torch.testing.assert_close(read_exported(path)(images(*size)), model(images(*size)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -89,6 +89,8 @@ def _run(main: Callable[[], object]) -> int:
         code = 0
     except SystemExit as end:  # the reason is printed
         code = int(end.code or 0)
+        if isinstance(end, StopRequested):  # everything is saved: one more Ctrl-C would print a traceback of clean-up
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     except Exception as error:

@@ -394,6 +394,8 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     if killed:
         raise UserError(f"{killed}, possibly by the system because memory ran out")
     if received and min(codes) < 0:
-        raise KeyboardInterrupt
+        if received[-1] == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + received[-1])
     if any(codes):
         sys.exit(max(*codes, 1))  # a process has printed the reason
