@@ -325,7 +325,7 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
     expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]
     if missing := [tensor for tensor in expected if tensor not in found]:
         log(f"warning: {name} lacks {plural(len(missing), 'tensor')} of the model, such as {missing[0]}")
-    if len(task.names) > 1:  # one class may learn another
+    if len(task.names) > 1 and not head:  # one class may learn another; a head is kept by names
         weights.compare_names(task.names, name)
 
 

@@ -279,6 +279,21 @@ def test_a_signal_requests_a_stop(number: int) -> None:
         assert until(lambda: stop.stop_reason(4) == other.name)
 
 
+def test_ctrl_c_once_everything_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not interrupt the clean-up of loaders and bars."""
+
+    def stop() -> None:
+        raise StopRequested("SIGINT")
+
+    monkeypatch.setattr("utils.distributed.failure.log.reset", lambda: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit, match=r"^130$"):
+            run_main(stop)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
     """Where SIGHUP is ignored it stays so."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
