@@ -29,7 +29,7 @@ from utils.config.settings import Settings, refuse_flags
 from utils.console import log
 from utils.distributed.ranks import broadcast_from_main, world_size
 from utils.distributed.second_thread import fix_threads
-from utils.errors import UserError
+from utils.errors import UserError, plural
 from utils.files import format_paths
 from utils.receipt import Receipt, environment, split_inputs, user_files
 from utils.run import Run
@@ -97,7 +97,9 @@ class Job(NamedTuple):
         log(f"augmentations of {user.file}: {', '.join(name for name, _ in user.calls)}" if user.calls else "")
         add_user_trackers(options.log_with, "log_with" in self.settings.flags)
         splits = data.split("train", self.settings.hyp), data.split("val")
-        memory.check_repeats(options.batch_size, len(splits[0].images))
+        size, count = options.batch_size, len(splits[0].images)
+        if size > (most := max(count, memory.REPEATING_BATCH)):
+            raise UserError(f"--batch-size {size} of {plural(count, 'training image')}: give {most} or less")
         data.report(*splits)
         return Data(data, *splits)
 

@@ -301,7 +301,7 @@ def _by_class(spec: DataSpec, name: str) -> Classes:
         searched = ", ".join(map(str, parents))
         raise UserError(
             f"{spec.file}: `{name}:` has no folders of images in {searched}; put the images of each class into a "
-            "folder named after it there"
+            "folder named after it there, or train a detector"
         )
     spec.walked.update({name: classes, f"problems of {name}": problems})
     return classes

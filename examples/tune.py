@@ -36,10 +36,12 @@ def main() -> None:
     parser.add_argument("--weights", default="")
     parser.add_argument("--cfg", default="", help="model YAML; '': the model in --weights, or yolov5n.yaml")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--folder", type=Path, default=Path("runs/tune"))
+    parser.add_argument("--folder", "--project", type=Path, default=Path("runs/tune"))
     flags, others = parser.parse_known_args()
     try:
         more = given_flags(TrainOptions, others)
+        if "name" in more:
+            raise UserError("--name: each trial has a name of its own; leave it out")
         more |= more.pop("overrides", {})  # of --hyp.KEY
     except UserError as error:
         parser.error(str(error))

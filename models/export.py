@@ -137,8 +137,8 @@ class Exported(Model):
             if (height, width) != file.imgsz:
                 sides = " ".join(map(str, file.imgsz))
                 raise UserError(
-                    f"{self.name} takes images of {sides} (height, width), not {height} {width}; give detect.py "
-                    f"--imgsz {sides}, or export it with --dynamic"
+                    f"{self.name} takes images of {sides} (height, width), not {height} {width}; export it with "
+                    f"--dynamic, or for val.py with one --imgsz; detect.py takes --imgsz {sides}"
                 )
             batch = file.batch
             inputs = torch.cat((inputs, inputs.new_zeros(-len(images) % batch, *images.shape[1:])))
@@ -295,8 +295,7 @@ class ExportJob:
         """Return the model as a graph of torch's operators."""
         shapes, stride = None, self.metadata.stride
         if self.metadata.dynamic:
-            # At least two strides: torch.export makes sizes of 1 static. Without a name it does not ask that later maps
-            # are larger than 1 too, as those of a classifier of small images are not.
+            # At least two strides: torch.export makes sizes of 1 static. Only named sizes must keep later maps above 1.
             dim, most = torch.export.Dim, MAX_EXPORT_SIDE_PIXELS // stride
             named = [stride * dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width") if stride > 1]
             height, width = named or [dim.DYNAMIC(min=2, max=most)] * 2

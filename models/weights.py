@@ -126,15 +126,13 @@ class Weights:
         return self.names or {number: str(number) for number in range(int((self.model or {}).get("nc", 0)))}
 
     def compare_names(self, names: Mapping[int, str], file: str) -> None:
-        """Log a warning, with the name of the file, if a data set has as many classes but other names, so that they or
-        their order may differ; with --single-cls any class is an `item`."""
+        """Log a warning if a data set has as many classes, but other names; the `item` of --single-cls is any class."""
         differing = [number for number in names if self.names.get(number, "").casefold() != names[number].casefold()]
         if differing and len(names) == len(self.names) and {0: "item"} not in (names, self.names):
-            first, differ = differing[0], "has another name" if len(differing) == 1 else "have other names"
+            first, count = differing[0], f"{len(differing)} of {plural(len(names), 'class')}"
             log(
-                f"warning: {len(differing)} of {plural(len(names), 'class')} {differ} in {file} than in the "
-                f"data set, such as class {first}, {quoted(self.names.get(first, ''))} and here "
-                f"{quoted(names[first])}; check the classes"
+                f"warning: the names of {count} differ in {file} and in the data set, such as class {first}, "
+                f"{quoted(self.names.get(first, ''))} and here {quoted(names[first])}; check the classes"
             )
 
 

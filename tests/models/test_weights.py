@@ -75,12 +75,12 @@ def test_other_names_of_classes_are_a_warning(capsys: pytest.CaptureFixture[str]
         weights.compare_names(same, "a.pt")
     assert capsys.readouterr().out == ""
     weights.compare_names({0: "dog", 1: "cat"}, "a.pt")
-    assert capsys.readouterr().out.startswith("warning: 2 of 2 classes have other names in a.pt")
+    assert capsys.readouterr().out.startswith("warning: the names of 2 of 2 classes differ in a.pt and in the data set")
     single = Weights({}, {"nc": 1}, {0: "cat"}, "detect", {}, "lockstep")
     single.compare_names({0: "item"}, "a.pt")  # of --single-cls
     assert capsys.readouterr().out == ""
     single.compare_names({0: "dog"}, "a.pt")
-    assert "1 of 1 class has another name in a.pt" in (out := capsys.readouterr().out)
+    assert "the names of 1 of 1 class differ in a.pt" in (out := capsys.readouterr().out)
     assert "class 0, 'cat' and here 'dog'" in out
 
 

@@ -233,8 +233,9 @@ def read_hyperparameters(name: str, kind: type[R], overrides: Mapping[str, str] 
     path = find_hyperparameters(name)
     left_out = {DEFAULTS, *(keys_of(Hyperparameters) - keys_of(kind) if issubclass(kind, Augmentation) else ())}
     values = {key: value for key, value in read_yaml(path).items() if key not in left_out}
-    if (unknown := values.keys() - keys_of(kind)) and unknown <= keys_of(Hyperparameters):
-        raise UserError(f"{path} is a detector's recipe: this task has no {min(unknown)}; give another --hyp, or auto")
+    for other, whose in ((Hyperparameters, "a detector's"), (Transforms, "a classifier's")):
+        if (unknown := values.keys() - keys_of(kind)) and unknown <= keys_of(other):
+            raise UserError(f"{path} is {whose} recipe: this task has no {min(unknown)}; give another --hyp, or auto")
     return dataclasses.replace(from_mapping(kind, values, path), **parse_overrides(kind, overrides))
 
 

@@ -16,7 +16,7 @@ from utils.batch import layout
 from utils.console import log
 from utils.distributed.launch import cores_per_process
 from utils.distributed.ranks import launch_number, world_size
-from utils.errors import UserError, first_line, plural
+from utils.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from utils.distributed.ranks import Collectives
@@ -30,12 +30,6 @@ COPIES_OF_WEIGHTS = 3  # copies in addition to the memory of a step: EMA, and at
 # Messages of out-of-memory errors for which torch has no type: of the machine, the driver and cuBLAS.
 OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BYTES_PER_MIB = 2**20
-
-
-def check_repeats(batch_size: int, images: int) -> None:
-    """Raise `UserError` for a large batch that would have the same training images several times."""
-    if batch_size > (max_size := max(images, REPEATING_BATCH)):
-        raise UserError(f"--batch-size {batch_size} of {plural(images, 'training image')}: give {max_size} or less")
 
 
 def loader_processes(limit: int, batch_bytes: int) -> int:

@@ -42,7 +42,7 @@ def hyperparameters(tmp_path: Path, text: str) -> Hyperparameters:
     ],
 )
 def test_an_error_names_the_file_and_the_key(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(UserError, match=rf"mine\.yaml: .*{named}"):
+    with pytest.raises(UserError, match=rf"mine\.yaml\b.*{named}"):
         hyperparameters(tmp_path, text)
 
 
