@@ -70,7 +70,6 @@ def split(data: str, val: float = 0.2, seed: int = 0, folds: int = 0) -> None:
     parts[order] = assign_parts(present[order], [1 / folds] * folds if folds else (1 - val, val))
     if 0 in np.bincount(parts, minlength=folds or 2):
         raise UserError(f"{spec.file} has too few images: a part would be empty; add images, or give another --val")
-
     path = Path(os.path.abspath(data))
     top = Path.cwd() / f"{path.name if path.is_dir() else path.stem}-{'folds' if folds else 'split'}"
     test: list[str] = []

@@ -184,7 +184,6 @@ def _read_torchscript(path: Path) -> tuple[str, Runner]:
     text = bytes(extra[TORCHSCRIPT_FILE]).decode()
     device = json.loads(text or "{}").get("device", "cpu")  # constants stay on the device that exported the file
     module.to(torch.empty(0, device=device).device)  # raises without such a device
-
     return text, lambda images: tree_leaves(module(images.to(device)))
 
 

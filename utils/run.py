@@ -296,7 +296,11 @@ class Run:
             self.accelerator.log_with = self.trackers
             without_secrets = tree_map(lambda value: public(value) if isinstance(value, str) else value, dict(config))
             self.accelerator.init_trackers("", without_secrets)
-            on_failure(lambda: [tracker.finish(FAIL_SECONDS, exit_code=1) for tracker in self.trackers])
+            on_failure(self._fail_trackers)
+
+    def _fail_trackers(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish(FAIL_SECONDS, exit_code=1)
 
     def log_point(self, values: Mapping[str, Any], step: int) -> None:
         """Log values by key at an optimizer step, skipping None. The key "step" or "epoch" is their x axis."""
