@@ -243,10 +243,7 @@ def _coco_folders(file: Path, split: str) -> list[Path]:
     bases = [file.parent, *([file.parent.parent] if file.parent.name.lower().startswith("annotation") else [])]
     names = (part, f"images/{part}", f"images/{split}2017", f"images/{split}", split, "images")
     folders = [base / name for base in bases for name in names if (base / name).is_dir()]
-    if not any(Path(next(images_below(folder), "")).parent == folder for folder in folders):
-        folders += _only_filled(folder for base in bases for folder in subfolders(base))
-        folders += _only_filled({Path(path).parent for base in bases for path in images_below(base)})
-    return [*folders, *bases]
+    return [*(folders or _only_filled(folder for base in bases for folder in subfolders(base))), *bases]
 
 
 def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], split: str) -> AnnotatedImages:

@@ -428,9 +428,7 @@ def test_the_shipped_yamls_have_splits_and_names(name: str) -> None:
 # Folders
 
 
-@pytest.mark.parametrize(
-    "images", ["train2017", "images/train2017", "images/train", "train", "images", "", "pictures", "images/all"]
-)
+@pytest.mark.parametrize("images", ["train2017", "images/train2017", "images/train", "train", "images", "", "pictures"])
 def test_cocos_own_layout(tmp_path: Path, images: str) -> None:
     """Images are searched for in the usual folders, and in that of `images:`."""
     for split in ("train", "val"):
