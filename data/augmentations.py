@@ -54,8 +54,8 @@ def _checked(parts: dict[str, Any], before: Sample, classes: int) -> dict[str, A
     numbers, (dtype, shape) = np.array(parts["classes"], np.int64).reshape(-1), (before.image.dtype, before.image.shape)
     is_image, are_boxes = (image.dtype, image.shape) == (dtype, shape), (boxes[:, 2:] >= boxes[:, :2]).all()
     if not (is_image and are_boxes and len(numbers) == len(boxes) and ((numbers >= 0) & (numbers < classes)).all()):
-        needs = f"an image {dtype} {shape}, and equal numbers of boxes x1 y1 x2 y2 and of classes below {classes}"
-        raise ValueError(f"it must return {needs} (take boxes and classes if it adds, moves or drops objects)")
+        needs = f"equal numbers of boxes x1 y1 x2 y2, none NaN, and classes below {classes}"
+        raise ValueError(f"it must return an image {dtype} {shape} and, if objects change, {needs}")
     if before.polygons is not None and (boxes.shape != before.boxes.shape or (abs(boxes - before.boxes) > 1).any()):
         raise ValueError("objects with outlines must stay where they are: change the image alone")
     return {"image": image, "boxes": boxes, "classes": numbers}

@@ -309,7 +309,7 @@ class DetectionData(DataSet[DetectionSplit]):
         if self.options.single_cls:
             labels = replace(labels, rows=labels.rows * np.array((0, 1, 1, 1, 1), np.float32))
         else:
-            check_classes(labels, images, len(self.spec.names), self.spec.file)
+            check_classes(labels, images, len(self.spec.names), self.spec.file, listing.annotated)
             if self.spec.classes:
                 classes = np.array(self.spec.classes, np.float32)[labels.rows[:, 0].astype(np.int64)]
                 labels = replace(labels, rows=np.column_stack((classes, labels.rows[:, 1:])))

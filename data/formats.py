@@ -282,9 +282,11 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
 
 
 def _detected(folder: Path) -> dict[str, Any] | None:
-    """Return the data YAML of a run folder of detect.py: its label files, else its predictions.json."""
-    if not os.path.isfile(file := folder / IMAGES_FILE) or not is_run_folder(folder):
+    """Return the data YAML of a run folder: of detect.py's label files, else predictions.json. Raises `UserError`."""
+    if not is_run_folder(folder):
         return None
+    if not os.path.isfile(file := folder / IMAGES_FILE):  # of train.py or val.py, which list predictions too
+        raise UserError(f"{folder} is a run folder, and only one of detect.py --save-txt or --save-json is a data set")
     names = [category.name for category in _contents(file, file_stamps([str(file)])).categories]  # by class, not by id
     return {"train": IMAGES_FILE if (folder / "labels").is_dir() else "predictions.json", "names": names}
 

@@ -8,7 +8,7 @@ import io
 import multiprocessing
 import os
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -252,17 +252,19 @@ def load_labels(
     return labels
 
 
-def check_classes(labels: Labels, images: Sequence[Path], classes: int, source: Path) -> None:
+def check_classes(
+    labels: Labels, images: Sequence[Path], classes: int, source: Path, annotated: Iterable[AnnotatedImages] = ()
+) -> None:
     """Raise a `UserError` for the first row with a class outside of the `classes` names of the data YAML `source`."""
     wrong_rows = np.flatnonzero(labels.rows[:, 0] >= classes)
     if not len(wrong_rows):
         return
-    image = images[int(np.searchsorted(labels.offsets, wrong_rows[0], side="right")) - 1]
-    file, class_id, line = label_name(os.fspath(image)), int(labels.rows[wrong_rows[0], 0]), ""
-    with suppress(UserError):
-        words = (line.split()[:1] for line in read_text(file).split("\n"))
-        lines = [number for number, word in enumerate(words, 1) if word in ([f"{class_id}"], [f"{class_id}.0"])]
-        line = f", line {lines[0]}" if lines else ""
+    image = os.fspath(images[int(np.searchsorted(labels.offsets, wrong_rows[0], side="right")) - 1])
+    file = next((part.images[image] for part in annotated if image in part.images), label_name(image))
+    class_id = int(labels.rows[wrong_rows[0], 0])
+    words = (line.split()[:1] for line in read_text(file).split("\n"))
+    lines = [number for number, word in enumerate(words, 1) if word in ([f"{class_id}"], [f"{class_id}.0"])]
+    line = f", line {lines[0]}" if lines else ""
     fix = "fix the label or add the class"
     if labels.rows[:, 0].min() == 1 and labels.rows[:, 0].max() == classes:
         fix = "the labels count from 1, but classes count from 0: subtract 1"

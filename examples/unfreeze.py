@@ -15,6 +15,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the repository
 
 import train
+from utils.config.flags import TrainOptions
+from utils.config.parser import given_flags
+from utils.errors import UserError
 
 FROZEN_EPOCHS = 3
 
@@ -25,8 +28,11 @@ def on_epoch(epoch: int, *_: Any) -> str | None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    flags: dict[str, Any] = dict(zip([word.removeprefix("--") for word in words[::2]], words[1::2], strict=True))
+    try:
+        flags = given_flags(TrainOptions, sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    flags |= flags.pop("overrides", {})  # of --hyp.KEY
     # The file, not the function: other processes of the run cannot import what this script defines.
     frozen = train.run(**{**flags, "freeze": "backbone", "hooks": __file__})
     train.run(**{**flags, "weights": Path(frozen["folder"], "weights", "last.pt")})

@@ -294,8 +294,7 @@ class ExportJob:
         """Return the model as a graph of torch's operators."""
         shapes, stride = None, self.metadata.stride
         if self.metadata.dynamic:
-            # At least two strides: torch.export makes sizes of 1 static, and refuses named ones if a later map may have
-            # that size, as in a classifier, whose stride is 1.
+            # At least two strides: torch.export makes sizes of 1 static, and refuses named ones if a map shrinks to 1.
             dim, most = torch.export.Dim, MAX_EXPORT_SIDE_PIXELS // stride
             named = [stride * dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width") if stride > 1]
             height, width = named or [dim.DYNAMIC(min=2, max=most)] * 2

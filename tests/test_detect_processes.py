@@ -94,6 +94,8 @@ def test_a_second_run_into_a_folder_leaves_no_labels_of_the_first(flags: dict[st
         val.run(**how, data=data, imgsz=64, workers=0, conf=conf, project=tmp_path / "val")
         assert [any(folder.iterdir()) for folder in folders] == [written, written]
     assert len(read_data(str(tmp_path / "detect" / "exp"))._whole_listing("train").images) == 13
+    with pytest.raises(UserError, match="only one of detect"):  # its tables list labels and predictions
+        read_data(str(tmp_path / "val" / "exp"))
 
 
 @pytest.mark.long
@@ -165,3 +167,7 @@ def test_what_is_labelled_trains(flags: dict[str, Any], runs: Path, tmp_path: Pa
     }
     for data in (tmp_path / "exp", tmp_path / "exp" / "predictions.json"):
         assert "fitness" in train.run(data=data, batch_size=4, noplots=True, project=tmp_path / "train", **how)
+    file = tmp_path / "exp" / "labels" / "000.txt"
+    file.write_text(f"{file.read_text()}2 0.5 0.5 0.2 0.2\n")
+    with pytest.raises(UserError, match=f"{file}, line {len(file.read_text().splitlines())} has class 2"):
+        train.run(data=tmp_path / "exp", batch_size=4, noplots=True, project=tmp_path / "train", **how)

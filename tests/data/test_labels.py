@@ -249,7 +249,8 @@ def test_an_unknown_class_is_named_with_its_file_and_line(tmp_path: Path) -> Non
         with pytest.raises(UserError, match=f"^{file}{line} has class 4, .*data.yaml ends at 3;"):
             check_classes(three_boxes(), images, 4, Path("data.yaml"))
         file.write_text("")  # it has changed since the scan
-    with pytest.raises(UserError, match=r"/labels/c\.txt has class 3"):
+    write_label(images[2], "3 0.5 0.5 0.5 0.25")
+    with pytest.raises(UserError, match=r"/labels/c\.txt, line 1 has class 3"):
         check_classes(three_boxes().subset(np.array([False, True, True])), images[1:], 3, Path("data.yaml"))
     labels = three_boxes()
     from_one = replace(labels, rows=labels.rows - np.array((labels.rows[:, 0].min() - 1, 0, 0, 0, 0), np.float32))

@@ -393,9 +393,8 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     codes = [process.exitcode or 0 for process in started]
     if killed:
         raise UserError(f"{killed}, possibly by the system because memory ran out")
-    if received and min(codes) < 0:
-        if received[-1] == signal.SIGINT:
-            raise KeyboardInterrupt
-        sys.exit(128 + received[-1])
+    ended_by = received[-1] if received and min(codes) < 0 else 0  # the signal, if it came before `GracefulStop`
+    if ended_by == signal.SIGINT:
+        raise KeyboardInterrupt
     if any(codes):
-        sys.exit(max(*codes, 1))  # a process has printed the reason
+        sys.exit(128 + ended_by if ended_by else max(*codes, 1))  # else a process has printed the reason
