@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import subprocess
 import sys
 import textwrap
 import threading
@@ -107,6 +109,23 @@ class Bar:
         self._bar.set_postfix_str(", ".join(values))
 
 
+@functools.cache
+def start_programs_between_forks() -> None:
+    """Make every fork wait while another thread starts a program, as W&B's thread and the one that draws do.
+
+    Otherwise the forked loader process has the program's pipes too, and the thread waits until that process ends.
+    """
+    lock, start = threading.RLock(), subprocess.Popen.__init__
+
+    def start_alone(*arguments: Any, **options: Any) -> None:
+        with lock:
+            start(*arguments, **options)
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        subprocess.Popen.__init__ = start_alone  # type: ignore[method-assign]
+        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
 class Background:
     """Runs jobs one after another in a thread; the first failure is a warning, which begins with `failure`."""
 
@@ -116,6 +135,7 @@ class Background:
         self.failure = failure
         self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.submit = self._jobs.put  # runs a job after the jobs before it
+        start_programs_between_forks()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -170,3 +175,29 @@ def test_finish_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not work.finish(0.05)
     assert Background.abandoned
     stuck.set()
+
+
+def test_a_fork_waits_while_a_thread_starts_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the forked process has the program's pipe too, and the thread would wait for that process."""
+    Background("").finish(10)
+    starting, start = threading.Event(), subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def start_slowly(*arguments: Any) -> None:
+        starting.set()
+        time.sleep(0.5)
+        start(*arguments)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", start_slowly)
+    command = [sys.executable, "-S", "-c", ""]
+    thread = threading.Thread(target=partial(subprocess.run, command, stderr=subprocess.PIPE), daemon=True)
+    thread.start()
+    assert starting.wait(60)
+    if not (child := os.fork()):
+        time.sleep(600)
+        os._exit(0)
+    try:
+        thread.join(60)
+        assert not thread.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

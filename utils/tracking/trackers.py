@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -54,7 +52,6 @@ class Tracker(GeneralTracker):
         """Start the run with its settings."""
         with suppress(Exception, SystemExit):  # import it here: loader processes must not be forked during an import
             importlib.import_module(MODULES.get(self.name, self.name))
-        start_programs_between_forks()
         self._background.submit(lambda: self._start(values))
         self._background.submit(self._started.set)
 
@@ -99,23 +96,6 @@ class Tracker(GeneralTracker):
 
     def _end(self, exit_code: int) -> None:
         self.inner.finish()
-
-
-@functools.cache
-def start_programs_between_forks() -> None:
-    """Make every fork wait while another thread starts a program, as W&B's thread starts git.
-
-    Otherwise the forked loader process has the program's pipes too, and the thread waits until that process ends.
-    """
-    lock, start = threading.RLock(), subprocess.Popen.__init__
-
-    def start_alone(*arguments: Any, **options: Any) -> None:
-        with lock:
-            start(*arguments, **options)
-
-    if hasattr(os, "register_at_fork"):  # not on Windows
-        subprocess.Popen.__init__ = start_alone  # type: ignore[method-assign]
-        os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 def requested_trackers(log_with: str, no_wandb: bool = False) -> list[str]:
