@@ -41,6 +41,7 @@ from utils.training.optimizer import build_optimizer
 from utils.user_code import class_named
 
 VALIDATION_BATCH = 32  # images per process and validation batch, at most
+REPEATING_BATCH = 64  # largest batch that may have more images than the training set
 FITTED_BATCH, FITTED_BATCHES = 16, 32  # size and number of the batches that new classes are fitted to, at most
 
 
@@ -98,7 +99,7 @@ class Job(NamedTuple):
         add_user_trackers(options.log_with, "log_with" in self.settings.flags)
         splits = data.split("train", self.settings.hyp), data.split("val")
         size, count = options.batch_size, len(splits[0].images)
-        if size > (most := max(count, memory.REPEATING_BATCH)):
+        if size > (most := max(count, REPEATING_BATCH)):
             raise UserError(f"--batch-size {size} of {plural(count, 'training image')}: give {most} or less")
         data.report(*splits)
         return Data(data, *splits)

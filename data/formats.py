@@ -24,7 +24,7 @@ from data.polygons import join_outlines, mask_outline
 from data.records import read_records, table_columns
 from utils.console import log
 from utils.errors import UserError, nearest, plural, quoted
-from utils.files import IMAGES_FILE, read_regular, read_text, read_yaml
+from utils.files import IMAGES_FILE, SETTINGS_FILE, read_regular, read_text, read_yaml
 
 MAX_MASK_PIXELS = 2**28
 VOC_LISTS = Path("ImageSets", "Main")
@@ -282,11 +282,11 @@ def _coco_images(file: Path, folders: Sequence[Path], names: Sequence[str], spli
 
 
 def _detected(folder: Path) -> dict[str, Any] | None:
-    """Return the data YAML of a run folder: of detect.py's label files, else predictions.json. Raises `UserError`."""
+    """Return the data YAML of detect.py's label files, else predictions.json. Raises `UserError` for other runs."""
     if not is_run_folder(folder):
         return None
     if not os.path.isfile(file := folder / IMAGES_FILE):  # of train.py or val.py, which list predictions too
-        raise UserError(f"{folder} is a run folder, and only one of detect.py --save-txt or --save-json is a data set")
+        raise UserError(f"{folder} is a run folder ({SETTINGS_FILE}); give data, or a run of detect.py --save-txt")
     names = [category.name for category in _contents(file, file_stamps([str(file)])).categories]  # by class, not by id
     return {"train": IMAGES_FILE if (folder / "labels").is_dir() else "predictions.json", "names": names}
 

@@ -138,7 +138,7 @@ class Exported(Model):
                 sides = " ".join(map(str, file.imgsz))
                 raise UserError(
                     f"{self.name} takes images of {sides} (height, width), not {height} {width}; export it with "
-                    f"--dynamic, or for val.py with one --imgsz; detect.py takes --imgsz {sides}"
+                    f"--dynamic, or for val.py with a square --imgsz; detect.py takes --imgsz {sides}"
                 )
             batch = file.batch
             inputs = torch.cat((inputs, inputs.new_zeros(-len(images) % batch, *images.shape[1:])))
@@ -296,8 +296,8 @@ class ExportJob:
         if self.metadata.dynamic:
             # At least two strides: torch.export makes sizes of 1 static, and refuses named ones if a map shrinks to 1.
             dim, most = torch.export.Dim, MAX_EXPORT_SIDE_PIXELS // stride
-            named = [stride * dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width") if stride > 1]
-            height, width = named or [dim.DYNAMIC(min=2, max=most)] * 2
+            sides = [dim(f"{name}_in_strides", min=2, max=most) for name in ("height", "width")]
+            height, width = (stride * side if stride > 1 else dim.DYNAMIC(min=2, max=most) for side in sides)
             shapes = ({0: dim("batch", min=1, max=MAX_EXPORT_BATCH), 2: height, 3: width},)
         program = torch.export.export(self.model, (self.example,), dynamic_shapes=shapes, strict=False)
         for node in program.graph.nodes:

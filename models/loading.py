@@ -315,6 +315,8 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
             "--weights '' to start from scratch"
         )
     head = task.keep_head(model, weights.state, weights.names)
+    if not head and len(task.names) > 1:  # one class may learn another; a head keeps classes by their names
+        weights.compare_names(task.names, name)
     if misfits and not head:
         shapes = ["x".join(map(str, state[misfits[0]].shape)) for state in (state, tensors)]
         head = f"not {len(misfits)} with other shapes, such as {misfits[0]} ({', here '.join(shapes)})"
@@ -325,8 +327,6 @@ def _load(model: Model, start: StartingPoint, weights: Weights, task: Task) -> N
     expected = [tensor for tensor in model.state_dict() if not any(part in tensor for part in unneeded)]
     if missing := [tensor for tensor in expected if tensor not in found]:
         log(f"warning: {name} lacks {plural(len(missing), 'tensor')} of the model, such as {missing[0]}")
-    if len(task.names) > 1 and not head:  # one class may learn another; a head is kept by names
-        weights.compare_names(task.names, name)
 
 
 def recipe_of(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> type[Recipe]:

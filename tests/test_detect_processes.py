@@ -94,7 +94,7 @@ def test_a_second_run_into_a_folder_leaves_no_labels_of_the_first(flags: dict[st
         val.run(**how, data=data, imgsz=64, workers=0, conf=conf, project=tmp_path / "val")
         assert [any(folder.iterdir()) for folder in folders] == [written, written]
     assert len(read_data(str(tmp_path / "detect" / "exp"))._whole_listing("train").images) == 13
-    with pytest.raises(UserError, match="only one of detect"):  # its tables list labels and predictions
+    with pytest.raises(UserError, match="is a run folder"):  # its tables list labels and predictions
         read_data(str(tmp_path / "val" / "exp"))
 
 

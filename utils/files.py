@@ -61,7 +61,7 @@ def numbered_folder(project: Path, name: str, exist_ok: bool, inputs: Iterable[s
     Raises `UserError`. Two runs that start together get different folders.
     """
     if name in ("", "..") or Path(name).name != name:
-        raise UserError(f"--name {quoted(name)} is not the name of a folder; put those above it into --project")
+        raise UserError(f"--name {quoted(name)} must name one folder; put the folders above it into --project")
     try:
         project.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):

@@ -18,7 +18,7 @@ def dfine(here: Machine) -> None:
     if not (find_spec("transformers") and find_spec("scipy")):
         row("D-FINE", note="not measured: transformers or scipy is not installed here")
         return
-    precision = here.precisions[:2][-1]
+    precision = here.precision
     own = (*FLAGS, "--hyp", str(PACKAGE / "hyp.yaml"))
     first, second = (train(here, name, precision, *own, model="dfine-n") for name in ("first", "second"))
     columns = {"a second run": same(first, second)}

@@ -47,6 +47,11 @@ class Machine:
         return ("no", "bf16", "fp16") if self.on_gpu else ("no",)
 
     @property
+    def precision(self) -> str:
+        """The value of --mixed-precision that training has by default on this device."""
+        return "bf16" if self.on_gpu else "no"
+
+    @property
     def has_photos(self) -> bool:
         """Whether photos with COCO's classes are carried and used."""
         return (self.carried / "photos").is_dir() and not self.quick

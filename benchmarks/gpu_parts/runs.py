@@ -129,7 +129,7 @@ def logical(here: Machine) -> None:
             **{"two processes": same(four, two)},
             **{f"from 1: {name}": value for name, value in gap(four, one).items()},
         )
-    precision, eight = here.precisions[:2][-1], ("--logical-processes", "8")
+    precision, eight = here.precision, ("--logical-processes", "8")
     expected = train(here, "eight", precision, *eight)
     actual = train_over_gloo(here, "three", precision, *eight, count=3)
     title = "--logical-processes 8 of yolov5n, two epochs: on one process, and on three that have 3, 3 and 2 of them"
@@ -157,7 +157,7 @@ def curves(here: Machine) -> None:
 
 def algorithms(here: Machine) -> None:
     """Compare the bytes of runs on two devices: NCCL adds in a ring, or in a tree, or the devices are exchanged."""
-    precision = here.precisions[:2][-1]
+    precision = here.precision
     for kind, flags in SYNCHRONISED.items():
         folders = {}
         for way, (variables, order) in WAYS.items():

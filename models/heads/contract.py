@@ -202,7 +202,7 @@ class DetectionHead(Head):
         if not copied:
             return "head: no class outputs kept, because the layers before them differ"
         kept = "box and objectness outputs" if start else "box outputs"
-        return f"head: {kept} kept, and classes by name, {plural(len(new) - len(same), 'class output')} new"
+        return f"head: {kept} and classes of the same names kept, {plural(len(new) - len(same), 'class output')} new"
 
     def adapt(self, model: Model, split: BoxSplit, hyp: Any) -> None:
         """Adapt the head, and the model's YAML, to the training boxes before the first step; log how."""

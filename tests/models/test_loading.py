@@ -218,6 +218,20 @@ def test_what_a_file_lacks_is_named(
     assert ("warning: w.pt lacks 1 tensor" in printed and lost[0] in printed) if warns else "warning" not in printed
 
 
+@pytest.mark.parametrize("keep_head", [0, 1])
+def test_other_names_are_a_warning_unless_the_head_keeps_classes_by_name(
+    keep_head: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also if a tensor has another shape."""
+    task = DetectionTask({0: "a", 1: "b", 2: "c"}, Hyperparameters(keep_head=keep_head))
+    model, source = task.build_model(tiny_detector(), 64), task.build_model(tiny_detector(), 64)
+    state = {**source.state_dict(), "model.1.bn.bias": torch.zeros(1)}
+    weights = Weights(state, None, {0: "b", 1: "a", 2: "c"}, "detect", {}, "lockstep")
+    start = StartingPoint(TASKS["detect"], {}, "tiny.yaml", True, weights=weights, weights_name="w.pt")
+    load_and_freeze(model, start, task, TrainOptions(imgsz=64))
+    assert ("the names of 2 of 3 classes differ in w.pt" in capsys.readouterr().out) == (not keep_head)
+
+
 def test_the_weights_that_a_data_yaml_names_contain_the_model(small_data: Path, tmp_path: Path) -> None:
     """Unless the command line names a model or weights."""
     data = write_yaml(tmp_path / "data.yaml", {**read_yaml(small_data), "defaults": {"weights": "mine.pt"}})

@@ -393,7 +393,7 @@ def _wait(started: Sequence[SpawnProcess], store: RunStore) -> None:
     codes = [process.exitcode or 0 for process in started]
     if killed:
         raise UserError(f"{killed}, possibly by the system because memory ran out")
-    ended_by = received[-1] if received and min(codes) < 0 else 0  # the signal, if it came before `GracefulStop`
+    ended_by = received[-1] if received and min(codes) < 0 else 0  # a signal that a process did not handle yet
     if ended_by == signal.SIGINT:
         raise KeyboardInterrupt
     if any(codes):

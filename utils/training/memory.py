@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 SHARED_MEMORY = "/dev/shm"
 BATCHES_PER_WORKER = 3  # batches that a loader process holds: two prefetched, one that is being trained on
 AUTO_BATCH_SHARE = 0.8  # share of a device's free memory to use, as in YOLOv5
-REPEATING_BATCH = 64  # largest batch that may have more images than the training set
 CPU_BATCH_SIZE = 16  # batch size for --batch-size -1 if there is no GPU to measure
 COPIES_OF_WEIGHTS = 3  # copies in addition to the memory of a step: EMA, and at most two of the optimizer (Adam)
 # Messages of out-of-memory errors for which torch has no type: of the machine, the driver and cuBLAS.

@@ -336,7 +336,7 @@ def test_boxes_objectness_and_classes_of_the_same_name(yaml: str) -> None:
     before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
     fresh = {name: rows(new, name) for name in ("weight", "bias")}
     how = new.head.keep("model.24", old.state_dict(), OLD, NEW)
-    assert how.endswith(" kept, and classes by name, 1 class output new")
+    assert how.endswith(" and classes of the same names kept, 1 class output new")
     for name, unchanged in fresh.items():
         of_old, of_new = rows(old, name), rows(new, name)
         assert torch.equal(of_new[:, :5], of_old[:, :5])

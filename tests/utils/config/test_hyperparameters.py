@@ -38,12 +38,16 @@ def hyperparameters(tmp_path: Path, text: str) -> Hyperparameters:
     [
         *(("lr0: 0.01\nmosiac: 1", "mosiac"), ("5: 1", "5"), ("lr0:", "lr0"), ("lr0: [0.1]", "lr0"), ("lr0: 0", "lr0")),
         *(("mosaic: yes", "mosaic"), ("nbs: 1.5", "nbs"), ("nbs: .nan", "nbs"), ("perspective: 0.01", "perspective")),
-        ("crop_scale: 0.5", "crop_scale"),  # of another task
     ],
 )
 def test_an_error_names_the_file_and_the_key(tmp_path: Path, text: str, named: str) -> None:
-    with pytest.raises(UserError, match=rf"mine\.yaml\b.*{named}"):
+    with pytest.raises(UserError, match=rf"mine\.yaml: .*{named}"):
         hyperparameters(tmp_path, text)
+
+
+def test_a_recipe_of_another_task_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"mine\.yaml is a classifier's recipe: this task has no crop_scale"):
+        hyperparameters(tmp_path, "crop_scale: 0.5")
 
 
 # Single hyperparameters

@@ -406,6 +406,16 @@ def test_the_second_ctrl_c_kills_processes_that_ignore_the_first(tmp_path: Path)
     assert time.monotonic() - before < 300  # far less than the processes sleep
 
 
+def press_ctrl_c_twice(survived: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if ranks().rank == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(1)
+        survived.touch()
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(1000)
+
+
 def test_a_signal_before_the_first_step_is_the_exit_code() -> None:
     with forking(), pytest.raises(SystemExit, match=f"^{128 + signal.SIGTERM}$"):
         launch.spawn(end_the_parent, 2)
@@ -414,14 +424,4 @@ def test_a_signal_before_the_first_step_is_the_exit_code() -> None:
 def end_the_parent() -> None:
     if ranks().rank == 0:
         os.kill(os.getppid(), signal.SIGTERM)
-    time.sleep(1000)
-
-
-def press_ctrl_c_twice(survived: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if ranks().rank == 0:
-        os.kill(os.getppid(), signal.SIGINT)
-        time.sleep(1)
-        survived.touch()
-        os.kill(os.getppid(), signal.SIGINT)
     time.sleep(1000)
